@@ -1,0 +1,1 @@
+"""Sharding policies, one YAML file an architecture family (package data)."""

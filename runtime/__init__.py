@@ -1,0 +1,1 @@
+"""What a training process runs: torch and this package, never transformers or the compiler."""
