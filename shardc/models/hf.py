@@ -4,7 +4,7 @@ import difflib
 import importlib
 from typing import Any
 
-from shardc.runtime.errors import ShardcError
+from shardc.errors import ShardcError
 
 
 def config_class(model_type: str) -> type:

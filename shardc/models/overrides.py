@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
-from shardc.runtime.errors import ShardcError
+from shardc.errors import ShardcError
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 _LEGACY_ROPE_FIELDS = ("rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base", "rope_local_base_freq")

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardc.runtime.errors import ShardcError
+from shardc.errors import ShardcError
 
 _FOLDER = Path(__file__).parent / "presets"
 _OWN_KEYS = ("hub_id", "published_params")

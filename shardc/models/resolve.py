@@ -10,7 +10,7 @@ from shardc.models.hf import config_class
 from shardc.models.overrides import apply_overrides, parse_value, warn_without_effect
 from shardc.models.presets import load_preset, near_presets
 from shardc.models.source import ModelSource, source_from_callable, source_from_config
-from shardc.runtime.errors import ShardcError
+from shardc.errors import ShardcError
 
 _FORMS = "give a preset name, a local folder, a config.json, a hub id (org/name) or my_file.py:make_model"
 

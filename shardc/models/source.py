@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardc.models.hf import causal_lm_class
-from shardc.runtime.errors import ShardcError
+from shardc.errors import ShardcError
 
 
 @dataclass(frozen=True, slots=True)
