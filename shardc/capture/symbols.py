@@ -1,0 +1,57 @@
+"""Symbols that stand in a captured graph where a literal would freeze one batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """`coefficient * B**batch * S**seq + offset`: an integer that follows the batch size B and the sequence length S."""
+
+    coefficient: int
+    batch: int
+    seq: int
+    offset: int = 0
+
+    def at(self, batch_size: int, seq_length: int) -> int:
+        return self.coefficient * batch_size**self.batch * seq_length**self.seq + self.offset
+
+    def __repr__(self) -> str:
+        factors = ([str(self.coefficient)] if self.coefficient != 1 else []) + ["B"] * self.batch + ["S"] * self.seq
+        return "*".join(factors) + (f"{self.offset:+d}" if self.offset else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A literal that follows the run instead of the sizes."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+MODEL_DTYPE = Symbol("model_dtype")  # the dtype that the model was built in
+DTYPE_MIN = Symbol("dtype_min")  # torch.finfo(model dtype).min
+DEVICE = Symbol("device")  # where the batch lies
+TRAINING = Symbol("training")  # module.training
+
+
+@dataclass(frozen=True, slots=True)
+class WhileTraining:
+    """`value` while the module trains, 0.0 otherwise: a dropout probability."""
+
+    value: float
+
+    def __repr__(self) -> str:
+        return f"{self.value} if training"
+
+
+Dim = int | Size
+DType = torch.dtype | Symbol
+
+B = Size(1, 1, 0)
+S = Size(1, 0, 1)
