@@ -25,6 +25,27 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardSize:
+    """The part of `size` that one rank holds, where it follows the batch: S/tp under sequence parallelism."""
+
+    size: Size
+    axis: str
+
+    def __repr__(self) -> str:
+        return f"{self.size}/{self.axis}"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A mesh axis by name, where a collective takes a `MeshAxis`: "tp", or a sub-axis "tp.kv"."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
 class Symbol:
     """A literal that follows the run instead of the sizes."""
 
@@ -50,7 +71,7 @@ class WhileTraining:
         return f"{self.value} if training"
 
 
-Dim = int | Size
+Dim = int | Size | ShardSize
 DType = torch.dtype | Symbol
 
 B = Size(1, 1, 0)
