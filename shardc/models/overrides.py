@@ -72,7 +72,7 @@ def warn_without_effect(config: Any, overrides: dict[str, Any]) -> None:
     """Warns of each override that the config does not hold (Qwen2's sliding_window without use_sliding_window)."""
     for key, value in overrides.items():
         if "." not in key and key not in _LEGACY_ROPE_FIELDS and (held := getattr(config, key, value)) != value:
-            warnings.warn(f"--set {key}={value} has no effect: the config turns it into {held}", stacklevel=3)
+            warnings.warn(f"--set {key}={value} has no effect: the config turns it into {held}", stacklevel=4)
 
 
 def per_layer_lists(fields: dict, num_layers: int) -> list[str]:

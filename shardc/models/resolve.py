@@ -2,15 +2,18 @@
 
 import importlib.util
 import json
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shardc.errors import ShardcError
 from shardc.models.hf import config_class
 from shardc.models.overrides import apply_overrides, parse_value, warn_without_effect
 from shardc.models.presets import load_preset, near_presets
 from shardc.models.source import ModelSource, source_from_callable, source_from_config
-from shardc.errors import ShardcError
 
 _FORMS = "give a preset name, a local folder, a config.json, a hub id (org/name) or my_file.py:make_model"
 
@@ -56,7 +59,10 @@ def _fetch(hub_id: str) -> Path:
     """config.json of a hub id, from the local cache or the network."""
     import huggingface_hub
 
+    if cached := huggingface_hub.try_to_load_from_cache(hub_id, "config.json"):
+        return Path(cached)
     try:
+        _check_reachable(huggingface_hub.constants.ENDPOINT)
         return Path(huggingface_hub.hf_hub_download(hub_id, "config.json", etag_timeout=5))
     except Exception as error:  # the hub's client raises its own, httpx's and the operating system's errors
         near = ", ".join(near_presets(hub_id)) or "none"
@@ -65,6 +71,13 @@ def _fetch(hub_id: str) -> Path:
             f"near presets: {near}",
             _FORMS,
         ) from error
+
+
+def _check_reachable(endpoint: str) -> None:
+    """Raises OSError at once where there is no network: the hub's client would retry for half a minute."""
+    url = urllib.parse.urlsplit(endpoint)
+    if not urllib.request.getproxies():
+        socket.create_connection((url.hostname, url.port or 443), timeout=5).close()
 
 
 def _read_json(path: Path) -> dict:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardc.models.hf import causal_lm_class
 from shardc.errors import ShardcError
+from shardc.models.hf import causal_lm_class
 
 
 @dataclass(frozen=True, slots=True)
