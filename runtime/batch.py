@@ -1,0 +1,86 @@
+"""A call's batch, before it reaches the device: checks, guards, padding, micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from shardc.runtime.errors import ShardcError
+from shardc.runtime.spec import PlanSpec
+from torch import Tensor
+
+# What an added position holds: a label that is ignored, and for ids, masks and positions a zero that nothing sees.
+_LABEL_PADDING = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tensors of one call by name; length counts the tokens after padding, true_length those that the caller gave."""
+
+    tensors: Mapping[str, Tensor]
+    rows: int
+    length: int
+    true_length: int
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device."""
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors.items()}
+        return Batch(moved, self.rows, self.length, self.true_length)
+
+    def split(self, count: int) -> list[Batch]:
+        """At most `count` micro-batches of rows, none empty, the first ones a row longer where it does not divide.
+
+        A tensor with one row for a batch of several belongs to every micro-batch."""
+        count = min(count, self.rows)
+        parts = []
+        for rows in torch.arange(self.rows).tensor_split(count):
+            first, num = int(rows[0]), len(rows)
+            tensors = {name: _rows(tensor, first, num, self.rows) for name, tensor in self.tensors.items()}
+            parts.append(Batch(tensors, num, self.length, self.true_length))
+        return parts
+
+
+def prepare_batch(inputs: Mapping[str, Any], spec: PlanSpec) -> Batch:
+    """Check the inputs of a call, drop what the guards allow, pad the sequence where the plan shards it over tp.
+
+    Raises ShardcError naming an input that the plan does not take, or shapes that disagree."""
+    tensors = {name: value for name, value in inputs.items() if value is not None}
+    for name, value in tensors.items():
+        if name not in spec.batch_names or not isinstance(value, Tensor):
+            raise ShardcError(
+                f"{spec.model}: cannot take {name}={_describe(value)}; the plan takes tensors {list(spec.batch_names)}",
+                "remove it from the batch, or compile the plan with this input",
+            )
+    if not tensors:
+        raise ShardcError(f"{spec.model}: the batch is empty; it takes {list(spec.batch_names)}", "pass input_ids=")
+    rows, length = next((value for name, value in tensors.items() if name.startswith("input"))).shape[:2]
+    for name, value in tensors.items():
+        if value.shape[0] not in (rows, 1):
+            raise ShardcError(
+                f"{spec.model}: {name} has {value.shape[0]} rows, the batch has {rows}",
+                "give every input the same rows",
+            )
+    for guard in spec.guards:
+        if guard.input in tensors and bool(tensors[guard.input].all()):
+            del tensors[guard.input]
+    padded_length = -(-length // spec.tp) * spec.tp if spec.pad_sequence else length
+    padded = {name: _pad(name, value, length, padded_length) for name, value in tensors.items()}
+    return Batch(padded, rows, padded_length, length)
+
+
+def _describe(value: Any) -> str:
+    return f"tensor{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _rows(tensor: Tensor, first: int, num: int, rows: int) -> Tensor:
+    return tensor if tensor.shape[0] != rows else tensor.narrow(0, first, num)
+
+
+def _pad(name: str, tensor: Tensor, length: int, padded_length: int) -> Tensor:
+    if padded_length == length or tensor.dim() < 2 or tensor.shape[1] != length:
+        return tensor
+    widths = [0, 0] * (tensor.dim() - 2) + [0, padded_length - length]
+    return F.pad(tensor, widths, value=_LABEL_PADDING if name == "labels" else 0)

@@ -1,0 +1,198 @@
+"""plan.json as typed, frozen records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from shardc.runtime.errors import ShardcError
+from shardc.runtime.shard_map import ShardMap
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One parameter of the model: shape is global, stages are those that hold it."""
+
+    name: str
+    shape: tuple[int, ...]
+    stages: tuple[int, ...]
+    aliases: tuple[str, ...]
+    requires_grad: bool
+    shard: ShardMap | None
+    grad_reduce: tuple[str, ...]
+    init: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that crosses stages: its dims are sizes or "B", "S", "S/tp" (micro-batch rows, sequence, its tp
+    part)."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+
+    def sizes(self, *, rows: int, length: int, tp: int) -> tuple[int, ...]:
+        """The shape for a micro-batch of `rows` rows of `length` tokens."""
+        known = {"B": rows, "S": length, "S/tp": length // tp}
+        return tuple(known[size] if isinstance(size, str) else size for size in self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsSpec:
+    """What the last stage returns as logits; shape is global, (dim, axis) says how it is sharded."""
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    shard: tuple[int, str] | None
+
+
+_Typed = TypeVar("_Typed", TensorSpec, LogitsSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """One stage: the batch keywords that it takes, what it receives and sends, its logits if it is the last."""
+
+    index: int
+    batch: tuple[str, ...]
+    receives: tuple[TensorSpec, ...]
+    sends: tuple[TensorSpec, ...]
+    logits: LogitsSpec | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A parameter that several stages hold: its gradient is the sum of theirs."""
+
+    parameter: str
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A batch input that is left out when all its elements are true: a mask that masks nothing."""
+
+    input: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSpec:
+    """All of plan.json that training needs."""
+
+    model: str
+    tp: int
+    pp: int
+    sub_axes: Mapping[str, int] | None
+    pad_sequence: bool
+    dtype: torch.dtype
+    parameters: Mapping[str, ParameterSpec]
+    buffers: Mapping[str, torch.dtype]
+    ties: tuple[Tie, ...]
+    stages: tuple[StageSpec, ...]
+    guards: tuple[Guard, ...]
+
+    @property
+    def batch_names(self) -> tuple[str, ...]:
+        """Batch keywords that some stage takes, in the order of the stages."""
+        return tuple(dict.fromkeys(name for stage in self.stages for name in stage.batch))
+
+    def by_any_name(self) -> dict[str, ParameterSpec]:
+        """Parameters by canonical name and by every alias."""
+        return {name: spec for spec in self.parameters.values() for name in (spec.name, *spec.aliases)}
+
+
+def with_dtype(spec: PlanSpec, dtype: torch.dtype) -> PlanSpec:
+    """The plan as trained in another dtype: what it says of its own dtype, it says of `dtype`; float32 parts stay."""
+
+    def cast(sent: _Typed) -> _Typed:
+        return replace(sent, dtype=dtype) if sent.dtype == spec.dtype else sent
+
+    stages = []
+    for stage in spec.stages:
+        logits = None if stage.logits is None else cast(stage.logits)
+        receives, sends = tuple(map(cast, stage.receives)), tuple(map(cast, stage.sends))
+        stages.append(replace(stage, receives=receives, sends=sends, logits=logits))
+    return replace(spec, dtype=dtype, stages=tuple(stages))
+
+
+def parse_plan(data: Mapping[str, Any]) -> PlanSpec:
+    """Read the parsed plan.json. Raises ShardcError naming a missing field or an unknown value."""
+    found = data.get("format")
+    if found != FORMAT:
+        raise ShardcError(
+            f"plan.json: format {found!r}, this version reads {FORMAT}", "compile the plan again with this version"
+        )
+    try:
+        return _parse(data)
+    except KeyError as error:
+        raise ShardcError(f"plan.json: field {error} is missing", "compile the plan again") from None
+
+
+def _parse(data: Mapping[str, Any]) -> PlanSpec:
+    mesh = data["mesh"]
+    dtype = _dtype(data["dtype"])
+    return PlanSpec(
+        model=data["model"]["name"],
+        tp=mesh["tp"],
+        pp=mesh["pp"],
+        sub_axes=mesh["sub_axes"],
+        pad_sequence=data["pad_sequence"],
+        dtype=dtype,
+        parameters={name: _parameter(name, entry) for name, entry in data["parameters"].items()},
+        buffers={name: _dtype(entry["dtype"]) for name, entry in data["buffers"].items()},
+        ties=tuple(Tie(tie["parameter"], tuple(tie["stages"])) for tie in data["ties"]),
+        stages=tuple(_stage(stage, dtype) for stage in data["stages"]),
+        guards=tuple(_guard(guard) for guard in data["guards"]),
+    )
+
+
+def _parameter(name: str, entry: Mapping[str, Any]) -> ParameterSpec:
+    return ParameterSpec(
+        name=name,
+        shape=tuple(entry["shape"]),
+        stages=tuple(entry["stages"]),
+        aliases=tuple(entry["aliases"]),
+        requires_grad=entry["requires_grad"],
+        shard=None if entry["shard"] is None else ShardMap.parse(entry["shard"]),
+        grad_reduce=tuple(entry["grad_reduce"]),
+        init=entry["init"],
+    )
+
+
+def _stage(entry: Mapping[str, Any], plan_dtype: torch.dtype) -> StageSpec:
+    logits = entry["logits"]
+    return StageSpec(
+        index=entry["index"],
+        batch=tuple(entry["batch"]),
+        receives=tuple(_tensor(tensor) for tensor in entry["receives"]),
+        sends=tuple(_tensor(tensor) for tensor in entry["sends"]),
+        logits=None if logits is None else _logits(logits, plan_dtype),
+    )
+
+
+def _tensor(entry: Mapping[str, Any]) -> TensorSpec:
+    return TensorSpec(entry["name"], tuple(entry["shape"]), _dtype(entry["dtype"]))
+
+
+def _logits(entry: Mapping[str, Any], plan_dtype: torch.dtype) -> LogitsSpec:
+    shard = entry["shard"]
+    dtype = _dtype(entry["dtype"]) if "dtype" in entry else plan_dtype
+    return LogitsSpec(tuple(entry["shape"]), dtype, None if shard is None else (shard["dim"], shard["axis"]))
+
+
+def _guard(entry: Mapping[str, Any]) -> Guard:
+    if entry["drop_when"] != "all":
+        raise ShardcError(f"plan.json: guard drop_when={entry['drop_when']!r} is not 'all'", "compile the plan again")
+    return Guard(entry["input"])
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ShardcError(f"plan.json: {name!r} is not a torch dtype", "compile the plan again")
+    return dtype

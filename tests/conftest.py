@@ -1,0 +1,28 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tests.workers import Workers
+
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def single_thread() -> None:
+    """Ranks share few cores."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Workers]:
+    """workers.run(n, "module:function", *args) calls a function on n ranks."""
+    pool = Workers()
+    yield pool
+    pool.stop()
