@@ -81,7 +81,7 @@ def _leaves(rule: Rule, path: str, modules: Mapping[str, str]) -> list[str]:
         return holds or [path]
     inside = f"; it holds {', '.join(holds[:4])}{', ...' if len(holds) > 4 else ''}" if holds else ""
     raise ShardcError(
-        f'{rule.place}: "{rule.pattern}" gives {path} the role {rule.role}, but it is a {kind}{inside}',
+        f'{rule.place}: "{rule.pattern}" gives {path} the role {rule.role}, but its class is {kind}{inside}',
         f"{rule.role} is for {' and '.join(ROLES[rule.role])}",
     )
 
