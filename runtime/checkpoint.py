@@ -87,8 +87,8 @@ def save_pretrained(
     """Write config.json and safetensors files of at most max_shard_bytes, with an index if there are several.
 
     tensors: from gather, on every rank. A tied weight is written once, under its canonical name. The files are written
-    into a folder beside `folder`, which takes its place at the end: a killed save leaves the old one whole. Other files
-    in `folder` (a tokenizer) are kept. All ranks return when the folder is in place.
+    into a folder beside `folder`, which takes its place at the end: a killed save leaves the old one whole. Other
+    files in `folder` (a tokenizer) are kept. All ranks return when the folder is in place.
     """
     if mesh.rank == 0:
         partial = _sibling(folder, "partial")

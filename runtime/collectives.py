@@ -5,8 +5,8 @@ sum. Every conversion names the layout before and after; its backward is the con
 size, w the coord. Each is one call under a TorchFunctionMode, returns its argument on an axis of size 1, and computes
 shapes only on meta tensors. Layouts were proved at compile time, so that nothing is checked here.
 
-Shards follow torch.tensor_split: of a dim of 5 over 3 coords, 2, 2 and 1 elements. Where shards are unequal they travel
-padded to the longest.
+Shards follow torch.tensor_split: of a dim of 5 over 3 coords, 2, 2 and 1 elements. Where shards are unequal they
+travel padded to the longest.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def all_gather(x: Tensor, axis: MeshAxis, dim: int, size: int | None = None) -> 
         forward   w0 [a]      w1 [b]    ->  w0 [a b]  w1 [a b]
         backward  w0 [g+i]    w1 [h+j]  <-  w0 [g h]  w1 [i j]
 
-    x: this rank's shard. size: global length of `dim`, needed where the shards are unequal. Returns x with `dim` whole.
-    Sends (n-1) * bytes(x) each way.
+    x: this rank's shard. size: global length of `dim`, needed where the shards are unequal. Returns x with `dim`
+    whole. Sends (n-1) * bytes(x) each way.
     """
     return x if axis.size == 1 else _AllGather.apply(x, axis, dim, x.shape[dim] * axis.size if size is None else size)
 

@@ -96,8 +96,8 @@ class Mesh:
         """Lay the ranks of the job out as dp x pp x tp; dp is what remains. Every rank calls it with the same sizes.
 
         sub_axes: factors of tp, major first. device: None is the current GPU, or the CPU where there is none. Seeds
-        this rank's random stream (see rng) from torch.initial_seed(). Raises ShardcError, before any collective, if the
-        sizes do not fit the job."""
+        this rank's random stream (see rng) from torch.initial_seed(). Raises ShardcError, before any collective, if
+        the sizes do not fit the job."""
         device = _default_device() if device is None else torch.device(device)
         world = dist.get_world_size() if dist.is_initialized() else 1
         _check_sizes(world, tp, pp)

@@ -87,9 +87,9 @@ class PlanModule(nn.Module):
         """One call on this dp rank's batch. All ranks of a model replica pass the same batch.
 
         inputs: the plan's batch keywords, on any device. num_items_in_batch: divides the summed loss instead of the
-        number of targets in the call's global batch. The loss is over the global batch. With gradients on and more than
-        one stage or micro-batch, forward and backward of all micro-batches run here, and loss.backward() adds the kept
-        gradients, times its own, to .grad; a result that is never given to backward leaves .grad as it was.
+        number of targets in the call's global batch. The loss is over the global batch. With gradients on and more
+        than one stage or micro-batch, forward and backward of all micro-batches run here, and loss.backward() adds the
+        kept gradients, times its own, to .grad; a result that is never given to backward leaves .grad as it was.
         """
         batch = prepare_batch(inputs, self.spec)
         labels = batch.tensors.get("labels")

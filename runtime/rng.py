@@ -1,7 +1,7 @@
 """Random streams for dropout: equal where a value is replicated, distinct where it is sharded.
 
-The default generators are the only state. They start from a seed that the tp ranks of one (dp, pp) coordinate share and
-that differs between coordinates. A sharded stream is forked from them: its seed is drawn from the default CPU
+The default generators are the only state. They start from a seed that the tp ranks of one (dp, pp) coordinate share
+and that differs between coordinates. A sharded stream is forked from them: its seed is drawn from the default CPU
 generator, equally on all ranks, then moved by the coord. So torch.utils.checkpoint, which restores the default
 generators, replays the sharded masks too, and saving the default generators saves everything.
 """

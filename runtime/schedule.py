@@ -79,8 +79,8 @@ class Schedule:
     def steps(self, coord: int, *, num_microbatches: int, backward: bool) -> list[tuple[Action, ...]]:
         """What a coord does for the first `num_microbatches`: one computation a step, or a run of transfers together.
 
-        Neighbouring transfers go out as one group, because two ranks that first send to each other would wait for ever.
-        backward: False leaves out everything but the forward."""
+        Neighbouring transfers go out as one group, because two ranks that first send to each other would wait for
+        ever. backward: False leaves out everything but the forward."""
         steps: list[tuple[Action, ...]] = []
         for action in self.ranks[coord]:
             if action.microbatch >= num_microbatches or not (backward or action.kind in _FORWARD_ONLY):

@@ -1,8 +1,8 @@
 """Which elements of a full tensor a rank holds.
 
 Dim `dim` of the full tensor is the concatenation of segments. A segment is a mixed-radix product of sizes, outermost
-first; for each (index, axis) in its splits, a rank keeps its part of that factor, and the kept pieces are concatenated.
-A fused q|k|v is three segments; heads interleaved as (head, 3 * size) are one segment split at factor 0.
+first; for each (index, axis) in its splits, a rank keeps its part of that factor, and the kept pieces are
+concatenated. A fused q|k|v is three segments; heads interleaved as (head, 3 * size) are one segment split at factor 0.
 """
 
 from __future__ import annotations
