@@ -21,8 +21,8 @@ def cut(model: ModelGraph, first_blocks: list[str]) -> list[ModelGraph]:
     """The stages of a model; `first_blocks[k]` is the path of the block that begins stage k + 1.
 
     Before: any ModelGraph, sharded or not. After: what stage k sends, its `outputs`, stage k + 1 has among its
-    `inputs`, by name and in order: exactly the values that require grad and are not parameters. All else is rebuilt from the
-    batch in each stage that needs it. A value that a later stage needs passes through the stages between.
+    `inputs`, by name and in order: exactly the values that require grad and are not parameters. All else is rebuilt
+    from the batch in each stage that needs it. A value that a later stage needs passes through the stages between.
     Raises ShardcError for a path that is not a block, or out of order.
     """
     units = outline(model)

@@ -1,6 +1,6 @@
 """Cuts make the costliest stage as cheap as any cuts can."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -28,7 +28,7 @@ def test_costs_of_qwen3_4b_are_those_computed_by_hand(qwen3_4b: Costs) -> None:
 @pytest.mark.parametrize(("pp", "layers"), [(1, [36]), (2, [20, 16]), (4, [10, 10, 10, 6])], ids=str)
 def test_the_head_counts_as_layers(qwen3_4b: Costs, pp: int, layers: list[int]) -> None:
     bounds = [0, *choose_cuts(qwen3_4b, pp), 36]
-    assert [b - a for a, b in zip(bounds, bounds[1:], strict=False)] == layers
+    assert [b - a for a, b in pairwise(bounds)] == layers
 
 
 sizes = st.integers(1, 9)
