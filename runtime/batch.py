@@ -36,7 +36,7 @@ class Batch:
         A tensor with one row for a batch of several belongs to every micro-batch."""
         count = min(count, self.rows)
         parts = []
-        for rows in torch.arange(self.rows).tensor_split(count):
+        for rows in torch.arange(self.rows, device="cpu").tensor_split(count):
             first, num = int(rows[0]), len(rows)
             tensors = {name: _rows(tensor, first, num, self.rows) for name, tensor in self.tensors.items()}
             parts.append(Batch(tensors, num, self.length, self.true_length))

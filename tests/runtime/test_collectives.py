@@ -22,7 +22,9 @@ def world_axis() -> MeshAxis:
 
 
 def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, dtype=DTYPE, generator=torch.Generator().manual_seed(seed))
+    """The same values on every rank and device, on the default device."""
+    x = torch.randn(*shape, dtype=DTYPE, device="cpu", generator=torch.Generator("cpu").manual_seed(seed))
+    return x.to(torch.get_default_device())
 
 
 def per_rank(n: int, *shape: int, seed: int) -> list[Tensor]:

@@ -68,20 +68,20 @@ def check_gradients(module: PlanModule, dense: toy.Dense, frozen: tuple[str, ...
     else:
         assert found == {}
     norm = torch.stack([grad.norm() for grad in expected.values()]).norm()
-    torch.testing.assert_close(module.grad_norm().double(), norm, rtol=1e-6, atol=0)
+    torch.testing.assert_close(module.grad_norm().double().cpu(), norm, rtol=1e-6, atol=0)
 
 
-def train(folder: str, calls: list[tuple[int, int, str]], frozen: tuple[str, ...]) -> None:
+def train(folder: str, calls: list[tuple[int, int, str]], frozen: tuple[str, ...] = (), device: str = "cpu") -> None:
     """Each call: one backward, scaled; then, without zeroing, a second one with a loss that is dropped between."""
     plan = load_plan(folder)
-    module = plan.build(seed=3, dtype=torch.float64, device="cpu")
-    dense = toy.dense_model(plan, seed=3)
+    module = plan.build(seed=3, dtype=torch.float64, device=device)
+    dense = toy.dense_model(plan, seed=3, device=device)
     for number, (rows, length, padding) in enumerate(calls):
         batch = toy.batch_of(rows * module.mesh.dp.size, length, seed=number, padding=padding)
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         loss = module(**dp_part(module, batch)).loss
         expected = dense.loss(**batch)
-        torch.testing.assert_close(loss.detach(), expected.detach())
+        torch.testing.assert_close(loss.detach().cpu(), expected.detach())
         (3 * loss).backward()
         (3 * expected).backward()
         module(**dp_part(module, batch))  # never given to backward
@@ -96,9 +96,9 @@ def train(folder: str, calls: list[tuple[int, int, str]], frozen: tuple[str, ...
             parameter.grad = None
         with torch.no_grad():
             output = module(**dp_part(module, batch))
-        torch.testing.assert_close(output.loss, expected.detach())
+        torch.testing.assert_close(output.loss.cpu(), expected.detach())
         logits = dense(**inputs).detach().tensor_split(module.mesh.dp.size)[module.mesh.dp.coord]
-        torch.testing.assert_close(output.logits, logits)
+        torch.testing.assert_close(output.logits.cpu(), logits)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

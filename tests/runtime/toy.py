@@ -295,12 +295,13 @@ def write_plan(
     return folder
 
 
-def dense_model(plan: Plan, *, seed: int) -> Dense:
-    """The dense model with the values that plan.build(seed=seed, dtype=float64) gives."""
+def dense_model(plan: Plan, *, seed: int, device: torch.device | str = "cpu") -> Dense:
+    """The dense model, on the CPU, with the values that plan.build(seed=seed, dtype=float64) gives on `device`."""
     weights, tp = SeedWeights(seed), MeshAxis.abstract("tp", plan.spec.tp, sub_axes=plan.spec.sub_axes)
     values = {}
     for name, spec in plan.spec.parameters.items():
-        shards = [weights.shard(spec, tp.at(coord), torch.float64, torch.device("cpu")) for coord in range(tp.size)]
+        device = torch.device(device)
+        shards = [weights.shard(spec, tp.at(coord), torch.float64, device).cpu() for coord in range(tp.size)]
         if spec.shard is None:
             values[name] = shards[0]
             continue
