@@ -3,10 +3,12 @@
 import importlib.util
 import json
 import socket
+import sys
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from shardc.errors import ShardcError
@@ -59,7 +61,7 @@ def _fetch(hub_id: str) -> Path:
     """config.json of a hub id, from the local cache or the network."""
     import huggingface_hub
 
-    if cached := huggingface_hub.try_to_load_from_cache(hub_id, "config.json"):
+    if isinstance(cached := huggingface_hub.try_to_load_from_cache(hub_id, "config.json"), str):
         return Path(cached)
     try:
         _check_reachable(huggingface_hub.constants.ENDPOINT)
@@ -110,14 +112,24 @@ def _build_config(raw: dict, overrides: dict[str, Any], label: str) -> Any:
     return config
 
 
+def _import_file(path: Path) -> ModuleType:
+    """Imports a user's file, which may import its neighbours, as if it were run from its own folder."""
+    spec = importlib.util.spec_from_file_location(f"shardc_user_{path.stem}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module
+
+
 def _load_function(name: str) -> Callable[..., Any]:
     file, _, function = name.rpartition(":")
     path = Path(file)
     if not path.is_file():
         raise ShardcError(f"model {name!r}: no file {file}", "the form is path/to/my_file.py:make_model")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = _import_file(path)
     if not callable(getattr(module, function, None)):
         names = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
         raise ShardcError(f"model {name!r}: {path.name} defines no function {function!r}; it defines: {names}", _FORMS)

@@ -19,7 +19,10 @@ def bundled_policies() -> tuple[str, ...]:
 
 @functools.cache
 def load_bundled(name: str) -> Policy:
-    """The bundled policy file `name` ("qwen3")."""
+    """The bundled policy file `name` ("qwen3"). Raises ShardcError for an unknown name."""
+    if name not in bundled_policies():
+        problem = f"policy {name!r} is not bundled; bundled: {', '.join(bundled_policies())}"
+        raise ShardcError(problem, "give a file of your own by --policy")
     text = (resources.files("shardc.policies") / f"{name}.yaml").read_text(encoding="utf-8")
     return parse_policy(text, f"{name}.yaml")
 

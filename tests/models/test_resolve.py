@@ -74,6 +74,18 @@ def test_a_users_function_is_called_with_the_overrides(tmp_path):
     assert resolve(lambda: nn.Linear(2, 2)).class_name == "Linear"
 
 
+def test_a_users_file_may_import_its_neighbour_and_define_dataclasses(tmp_path):
+    (tmp_path / "my_sizes.py").write_text("WIDTH = 5")
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom torch import nn\n"
+        "from my_sizes import WIDTH\n\n@dataclass\nclass Sizes:\n    width: int = WIDTH\n\n"
+        "def make_model():\n    return nn.Linear(Sizes().width, 1)\n"
+    )
+    before = list(sys.path)
+    assert resolve(f"{tmp_path}/mine.py:make_model").make().in_features == 5
+    assert sys.path == before
+
+
 @dataclass
 class Override:
     name: str

@@ -5,7 +5,15 @@ import torch
 
 from shardc import ShardcError
 from shardc.models import list_presets, resolve, source_from_config
-from shardc.policy import bundled_policies, find_blocks, match, module_classes, policy_for, policy_from_hf_plan
+from shardc.policy import (
+    bundled_policies,
+    find_blocks,
+    load_bundled,
+    match,
+    module_classes,
+    policy_for,
+    policy_from_hf_plan,
+)
 
 ADVICE = "\n  write one (CONTRIBUTING.md, A policy) and give it by --policy my_model.yaml"
 
@@ -61,6 +69,15 @@ def test_an_architecture_without_a_file_gets_its_own_plan():
     assert found["model.layers.0.self_attn.o_proj"].role == "row"
     assert found["model.embed_tokens"].role == found["lm_head"].role == "vocab"
     assert found["model.layers.0.self_attn.q_proj"].place == "SmolLM3Config.base_model_tp_plan:1"
+
+
+def test_an_unknown_bundled_name_lists_the_bundled_ones():
+    with pytest.raises(ShardcError) as caught:
+        load_bundled("qwen4")
+    assert str(caught.value) == (
+        "policy 'qwen4' is not bundled; bundled: gemma2, gemma3, gpt2, gpt_neox, llama, mistral, olmo2, opt, phi3, "
+        "qwen2, qwen3\n  give a file of your own by --policy"
+    )
 
 
 def test_refusals_name_what_to_write():
