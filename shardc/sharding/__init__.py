@@ -1,1 +1,1 @@
-"""TODO"""
+"""Layouts (R, I, S, P): factors, marks, conversions, and the proof."""

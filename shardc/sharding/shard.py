@@ -1,0 +1,93 @@
+"""Shard a captured model by a policy: the passes of this folder, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shardc.capture.capture import CapturedModel, Variant
+from shardc.capture.graph import ModelGraph
+from shardc.errors import ShardcError
+from shardc.policy import Rule
+from shardc.sharding.analyse import analyse_factors, of_instances
+from shardc.sharding.canonical import split_conv1d
+from shardc.sharding.factors import Dims
+from shardc.sharding.localise import localise
+from shardc.sharding.mark import mark, sharded_by_propagation
+from shardc.sharding.propagate import propagate
+from shardc.sharding.prove import Certificate, ShardedParameter, prove
+from shardc.sharding.shard_map import shard_map_of
+from shardc.sharding.typing import Mesh
+
+
+@dataclass(slots=True)
+class ShardedModel:
+    """Graphs with conversions and global shapes, the parameter table, and what was noticed.
+
+    propagated: modules that are sharded though no rule names them.
+    """
+
+    variants: dict[Variant, ModelGraph]
+    parameters: dict[str, ShardedParameter]
+    mesh: Mesh
+    sequence_parallel: bool
+    certificate: Certificate = field(default_factory=Certificate)
+    propagated: list[str] = field(default_factory=list)
+
+    @property
+    def sub_axes(self) -> dict[str, int] | None:
+        """{"kv": 2, "replica": 2} where tp exceeds the KV heads."""
+        return {axis.removeprefix("tp."): n for axis, n in self.mesh.sizes.items()} if len(self.mesh.axes) > 1 else None
+
+
+def shard(captured: CapturedModel, roles: dict[str, Rule], *, tp: int, sequence_parallel: bool = False) -> ShardedModel:
+    """Insert the conversions that `roles` (module path -> rule) ask for into every graph of `captured`, in place.
+
+    Raises ShardcError naming module and line where the roles do not fit the model; a refuted plan is not an error
+    here: see `certificate`.
+    """
+    if sequence_parallel and tp == 1:
+        raise ShardcError("sequence parallelism shards the residual stream over tp, and tp is 1", "use --tp 2 or more with --sp")
+    table: dict[str, ShardedParameter] | None = None
+    mesh = Mesh({"tp": 1})
+    propagated: list[str] = []
+    for variant, model in captured.variants.items():
+        if tp > 1:
+            split_conv1d(model)
+        dims = analyse_factors(model)
+        marks = mark(model, roles, dims, tp)
+        mesh = marks.mesh
+        partial = propagate(model, marks, roles, sequence_parallel=sequence_parallel).partial
+        found = _parameter_table(model, dims, partial, mesh)
+        if table is None:
+            table = found
+            propagated = sharded_by_propagation(model, marks, roles, dims)
+        elif table != found:
+            name = next(n for n in table if table[n] != found[n])
+            raise ShardcError(f"{name}: laid out as {table[name]} in the plain graph, but as {found[name]} in the {variant.name} one", "mark its module `replicate`")
+    sharded = ShardedModel(captured.variants, table or {}, mesh, sequence_parallel, propagated=propagated)
+    for model in sharded.variants.values():
+        sharded.certificate.merge(prove(model, sharded.parameters, mesh))
+    return sharded
+
+
+def _parameter_table(model: ModelGraph, dims: dict[str, Dims], partial: dict[str, list[str]], mesh: Mesh) -> dict[str, ShardedParameter]:
+    layouts = of_instances(model, "layouts")
+    table = {}
+    for parameter in model.parameters.values():
+        if parameter.is_buffer:
+            continue
+        own = layouts.get(parameter.name, {})
+        axes = tuple(partial.get(parameter.name, ()))
+        reduce = ("tp",) if axes == mesh.axes and axes else axes
+        shard_map = shard_map_of(parameter.name, dims[parameter.name], own, mesh) if own else None
+        table[parameter.name] = ShardedParameter(parameter.name, parameter.shape, parameter.requires_grad, parameter.aliases, shard_map, reduce)
+    return table
+
+
+def localise_model(sharded: ShardedModel) -> None:
+    """Make every graph say what one rank computes, in place.
+
+    Before: graphs as the proof leaves them, with factors and layouts. After: they can no longer be proved.
+    """
+    for model in sharded.variants.values():
+        localise(model, sharded.mesh, of_instances(model, "dims"), of_instances(model, "layouts"))
