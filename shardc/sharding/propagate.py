@@ -19,7 +19,7 @@ from shardc.errors import ShardcError
 from shardc.policy import Rule
 from shardc.runtime.layers import vocab_cross_entropy, vocab_embedding
 from shardc.sharding.analyse import describe
-from shardc.sharding.factors import Factor, dim_of, is_whole_dim, leaves
+from shardc.sharding.factors import Factor, contains, dim_of, is_whole_dim, leaves
 from shardc.sharding.layout import FUNCTION_OF, I, Layout, P, R, sharded
 from shardc.sharding.mark import Marks
 from shardc.sharding.rules import argument, dims_of, rule_of, set_dims, tensors
@@ -146,7 +146,7 @@ class _Propagator:
             if copies is not None:
                 node.meta["shards_copies"] = (*node.meta.get("shards_copies", ()), axis)
             return {o: R for o in operands if o.meta["value"].requires_grad}, sharded(copies) if copies is not None else R
-        return {o: I for o in operands if have[o] is FREE}, I
+        return {o: I for o in operands if have[o] is FREE or have[o].letter == "S"}, I
 
     def _is_free(self, operands: list[fx.Node], have: Layouts) -> bool:
         """Whether all gradients of an operation go to parameters."""
@@ -170,9 +170,9 @@ class _Propagator:
         return None if self._must_gather(node) else self.sequence
 
     def _must_gather(self, node: fx.Node) -> bool:
-        """Whether an operation on the sequence-sharded stream takes it whole: a product that begins a parallel region."""
-        rule = self.roles.get(node.meta["call"].path)
-        return op_name(node.target) in ("linear", "matmul") and rule is not None and rule.role in ("column", "vocab")
+        """Whether an operation on the sequence-sharded stream takes it whole: a product with a role, attention."""
+        named = op_name(node.target) in ("linear", "matmul") and node.meta["call"].path in self.roles
+        return named or contains(node.meta.get("whole", ()), self.sequence)
 
     def _decide_sharded(self, node: fx.Node, axis: str, factor: Factor, have: Layouts) -> tuple[dict[fx.Node, Layout], Layout]:
         name = op_name(node.target)
@@ -188,7 +188,7 @@ class _Propagator:
                 needs[operand] = R
         results = [dims_of(node)] if "value" in node.meta else node.meta["dims"]
         kept = all(dim_of(dims, factor) is not None for dims in results)
-        if any(leaf is factor for leaf in leaves(node.meta.get("whole", ()))):
+        if contains(node.meta.get("whole", ()), factor):
             self._refuse(node, f"needs all {factor.size} indices that {self._origin(factor)} shards")
         if kept:
             return needs, sharded(factor)
@@ -233,7 +233,7 @@ class _Propagator:
                 letters = self.demands.setdefault(operand, {}).setdefault(axis, {})
                 letters.setdefault("R" if layout is R else "I", []).append(user)
                 if layout.letter == "S":
-                    self._refuse(user, f"the parameter {operand.name} would have to be sharded here only")
+                    change[axis] = layout
             elif have[axis] != layout and not (layout.letter in "IR" and not operand.meta["value"].requires_grad and have[axis].letter in "IR"):
                 change[axis] = layout
         if change:

@@ -9,7 +9,7 @@ from shardc.capture.graph import ModelGraph
 from shardc.errors import ShardcError
 from shardc.policy import Rule
 from shardc.sharding.analyse import analyse_factors, of_instances
-from shardc.sharding.canonical import split_conv1d
+from shardc.sharding.canonical import keep_batch_and_sequence
 from shardc.sharding.factors import Dims
 from shardc.sharding.localise import localise
 from shardc.sharding.mark import mark, sharded_by_propagation
@@ -52,7 +52,7 @@ def shard(captured: CapturedModel, roles: dict[str, Rule], *, tp: int, sequence_
     propagated: list[str] = []
     for variant, model in captured.variants.items():
         if tp > 1:
-            split_conv1d(model)
+            keep_batch_and_sequence(model)
         dims = analyse_factors(model)
         marks = mark(model, roles, dims, tp)
         mesh = marks.mesh

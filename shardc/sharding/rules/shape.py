@@ -129,6 +129,8 @@ def _gather(node: fx.Node, index: tuple) -> None:
 def _slice(node: fx.Node, factors: list, size: object, cut: slice, out: object) -> list:
     if cut.start in (None, 0) and cut.stop in (None, size) and cut.step in (None, 1):
         return factors
+    if out == 0:
+        return new_dims_whole([out], node)[0]
     if cut.step in (None, 1) and isinstance(size, int) and isinstance(out, int) and all(isinstance(e, int | None) for e in (cut.start, cut.stop)):
         start, stop, _ = cut.indices(size)
         sizes = [n for n in (start, stop - start, size - stop) if n]
