@@ -301,6 +301,7 @@ class _StageBuilder:
                 shown.update(node.meta["value"].shape)
                 last_placeholder = node
         sizes = [dim.size if isinstance(dim, ShardSize) else dim for dim in mentioned - shown]
+        sizes = [size for size in sizes if isinstance(size, Size)]
         for symbol, is_needed in ((B, any(s.batch for s in sizes)), (S, any(s.seq for s in sizes))):
             if is_needed and symbol not in shown:
                 source = next(x for x in self.model.inputs.values() if symbol in x.meta["value"].shape)
