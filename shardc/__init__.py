@@ -1,5 +1,30 @@
-"""Compile a Hugging Face model for many GPUs, prove its gradients, train it."""
+"""Compile a Hugging Face model for many GPUs, prove its gradients, train it.
 
-from shardc.runtime.errors import ShardcError
+`import shardc` loads neither torch nor transformers: each name below is imported when it is first used.
+"""
 
-__all__ = ["ShardcError"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardc.plan import compile_plan, load_plan, verify
+    from shardc.runtime.errors import ShardcError
+    from shardc.runtime.launch import launch_from_torch
+    from shardc.runtime.mesh import Mesh
+
+_HOMES = {
+    "Mesh": "shardc.runtime.mesh",
+    "ShardcError": "shardc.runtime.errors",
+    "compile_plan": "shardc.plan",
+    "launch_from_torch": "shardc.runtime.launch",
+    "load_plan": "shardc.plan",
+    "verify": "shardc.plan",
+}
+
+__all__ = ["Mesh", "ShardcError", "compile_plan", "launch_from_torch", "load_plan", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'shardc' has no attribute {name!r}")
