@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from shardc.runtime.mesh import MeshAxis
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
@@ -117,7 +116,8 @@ def keep_on_first(x: Tensor, axis: MeshAxis) -> Tensor:
         forward   w0 [a]  w1 [a]  ->  w0 [a]  w1 [0]
         backward  w0 [g]  w1 [g]  <-  w0 [g]  w1 [.]
 
-    x: any shape; returns the same shape. Sends nothing forward; backward, coord 0 broadcasts its gradient.
+    x: any shape; returns the same shape. Sends nothing forward; backward, coord 0's gradient is spread as a sum with
+    zeros, 2(n-1)/n * bytes(x).
     """
     return x if axis.size == 1 else _KeepOnFirst.apply(x, axis)
 
@@ -195,22 +195,24 @@ class _KeepOnFirst(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return _copy_from_first(grad, ctx.axis), None
+        return sum_ranks(grad if ctx.axis.coord == 0 else torch.zeros_like(grad), ctx.axis), None
+
+
+# The functional operators behind torch.distributed: they return new tensors, and torch.compile takes them as they are,
+# whereas it rewrites the in-place functions, which differ between versions of torch.
+_ops = torch.ops._c10d_functional
 
 
 def sum_ranks(x: Tensor, axis: MeshAxis) -> Tensor:
     """A new tensor: the sum of x over the axis. No autograd."""
-    total = x.clone(memory_format=torch.contiguous_format)
-    if not x.is_meta:
-        dist.all_reduce(total, group=axis.group)
-    return total
+    return reduce_ranks(x, axis, "sum")
 
 
-def _copy_from_first(x: Tensor, axis: MeshAxis) -> Tensor:
-    copy = x.clone(memory_format=torch.contiguous_format)
-    if not x.is_meta:
-        dist.broadcast(copy, group=axis.group, group_src=0)
-    return copy
+def reduce_ranks(x: Tensor, axis: MeshAxis, operation: str) -> Tensor:
+    """A new tensor: x combined over the axis by "sum" or "max". No autograd."""
+    if x.is_meta:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), operation, axis.group.group_name))
 
 
 def _keep(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
@@ -227,9 +229,11 @@ def _join(x: Tensor, axis: MeshAxis, dim: int, size: int) -> Tensor:
     dim %= x.dim()
     longest = _longest(size, axis)
     padded = _pad(x, dim, longest).contiguous()
-    shards = padded.new_empty((axis.size, *padded.shape))
-    if not x.is_meta:
-        dist.all_gather_into_tensor(shards.flatten(0, 1), padded, group=axis.group)
+    if x.is_meta:
+        shards = padded.new_empty((axis.size, *padded.shape))
+    else:
+        gathered = _ops.all_gather_into_tensor(padded, axis.size, axis.group.group_name)
+        shards = _ops.wait_tensor(gathered).unflatten(0, (axis.size, padded.shape[0]))
     if size == longest * axis.size:
         return shards.movedim(0, dim).flatten(dim, dim + 1)
     lengths = [end - start for start, end in (axis.bounds(size, coord) for coord in range(axis.size))]
@@ -248,8 +252,7 @@ def _sum_and_keep(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     if size != longest * axis.size:
         split = (parts[slice(*axis.bounds(size, coord))] for coord in range(axis.size))
         parts = torch.cat([_pad(part, 0, longest) for part in split])
-    kept = parts.new_empty((longest, *parts.shape[1:]))
-    dist.reduce_scatter_tensor(kept, parts.contiguous(), group=axis.group)
+    kept = _ops.wait_tensor(_ops.reduce_scatter_tensor(parts.contiguous(), "sum", axis.size, axis.group.group_name))
     start, end = axis.bounds(size)
     return kept[: end - start].movedim(0, dim).contiguous()
 

@@ -7,9 +7,8 @@ are this rank's part.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from shardc.runtime.collectives import all_reduce, one_call, reduce_scatter, sum_ranks
+from shardc.runtime.collectives import all_reduce, one_call, reduce_ranks, reduce_scatter, sum_ranks
 from shardc.runtime.mesh import MeshAxis
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
@@ -83,9 +82,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         smoothing: float,
     ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        highest = logits.amax(-1).to(wide)
-        if not logits.is_meta:
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=axis.group)
+        highest = reduce_ranks(logits.amax(-1).to(wide), axis, "max")
         shifted = logits.to(wide, copy=True).sub_(highest.unsqueeze(-1))
         start, end = axis.bounds(vocab_size)
         valid = target != ignore_index

@@ -125,22 +125,24 @@ def test_gather_needs_no_size_where_shards_are_equal(workers: Workers) -> None:
     workers.run(3, "tests.runtime.test_collectives:check_gathers_even_shards_without_size")
 
 
-def compiled_region(x: Tensor, weight: Tensor, axis: MeshAxis) -> Tensor:
-    x = runtime.copy_to(x, axis)
-    return runtime.all_reduce(torch.relu(x @ weight), axis)
+def all_conversions(x: Tensor, weight: Tensor, axis: MeshAxis) -> Tensor:
+    x = torch.relu(runtime.copy_to(x, axis) @ weight)
+    x = runtime.all_reduce(x, axis) + runtime.all_reduce(runtime.keep_on_first(weight[0], axis), axis)
+    x = runtime.all_gather(runtime.shard(x, axis, 1).sin(), axis, 1) @ weight
+    return runtime.all_gather_invariant(runtime.reduce_scatter(x, axis, 1), axis, 1)
 
 
 def check_compile() -> None:
     axis = world_axis()
-    weight = random(4, 4, seed=axis.coord).requires_grad_()
-    x = random(3, 4, seed=9).requires_grad_()
-    compiled = torch.compile(compiled_region, backend="aot_eager", fullgraph=True)
-    for function in (compiled_region, compiled):
-        function(x, weight, axis).square().sum().backward()
-    grads = x.grad, weight.grad
-    x.grad = weight.grad = None
-    compiled_region(x, weight, axis).square().sum().backward()
-    torch.testing.assert_close(grads, (2 * x.grad, 2 * weight.grad))
+    weight = random(4, 4, seed=axis.coord)
+    compiled = torch.compile(all_conversions, backend="aot_eager", fullgraph=True)
+    results = []
+    for function in (all_conversions, compiled):
+        x, w = random(3, 4, seed=9).requires_grad_(), weight.clone().requires_grad_()
+        y = function(x, w, axis)
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad, w.grad))
+    torch.testing.assert_close(*results)
 
 
 def test_conversions_compile_without_graph_breaks(workers: Workers) -> None:
