@@ -233,7 +233,7 @@ def _join(x: Tensor, axis: MeshAxis, dim: int, size: int) -> Tensor:
         shards = padded.new_empty((axis.size, *padded.shape))
     else:
         gathered = _ops.all_gather_into_tensor(padded, axis.size, axis.group.group_name)
-        shards = _ops.wait_tensor(gathered).unflatten(0, (axis.size, padded.shape[0]))
+        shards = _ops.wait_tensor(gathered).view(axis.size, *padded.shape)
     if size == longest * axis.size:
         return shards.movedim(0, dim).flatten(dim, dim + 1)
     lengths = [end - start for start, end in (axis.bounds(size, coord) for coord in range(axis.size))]

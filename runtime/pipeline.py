@@ -18,8 +18,6 @@ from shardc.runtime.spec import StageSpec, TensorSpec
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-_SENDS = (Kind.SEND_F, Kind.SEND_B)
-
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
@@ -38,6 +36,7 @@ class Pipeline:
     specs: Sequence[StageSpec]
     schedule: Schedule
     mesh: Mesh
+    links: Mapping[tuple[int, int], dist.ProcessGroup]
 
     def run(self, batches: Sequence[Batch], num_targets: Tensor | None, *, backward: bool) -> list[StageResult]:
         """Run the micro-batches on this rank; returns their results, in order, where the last stage is, else [].
@@ -45,14 +44,13 @@ class Pipeline:
         batches: on this rank's device, the same on all ranks of the pipeline. num_targets: 0-d, handed to the last
         stage. backward: True also runs every backward and adds to .grad of the parameters."""
         call = _Call(self, batches, num_targets, backward)
-        steps = self.schedule.steps(self.mesh.pp.coord, num_microbatches=len(batches), backward=backward)
-        for step in steps:
-            if step[0].kind is Kind.FORWARD:
-                call.forward(step[0].stage, step[0].microbatch)
-            elif step[0].kind is Kind.BACKWARD:
-                call.backward(step[0].stage, step[0].microbatch)
+        for action in self.schedule.actions(self.mesh.pp.coord, num_microbatches=len(batches), backward=backward):
+            if action.kind is Kind.FORWARD:
+                call.forward(action.stage, action.microbatch)
+            elif action.kind is Kind.BACKWARD:
+                call.backward(action.stage, action.microbatch)
             else:
-                call.transfer(step)
+                call.transfer(action)
         call.finish()
         return [call.results[index] for index in sorted(call.results)]
 
@@ -63,6 +61,21 @@ def stage_inputs(spec: StageSpec, batch: Batch, num_targets: Tensor | None) -> d
     if spec.logits is not None:
         inputs["num_targets"] = num_targets
     return inputs
+
+
+def open_links(schedule: Schedule, mesh: Mesh) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Process group of each (from, to) link of this rank. Every rank calls it.
+
+    One group a direction: NCCL runs a group's transfers one after another, so that on a shared one a send that waits
+    for its receiver would hold up a receive that the receiver waits for."""
+    links = {}
+    for sender, receiver in schedule.links():
+        for dp in range(mesh.dp.size):
+            for tp in range(mesh.tp.size):
+                group = dist.new_group([mesh.rank_at(dp=dp, pp=pp, tp=tp) for pp in (sender, receiver)])
+                if (dp, tp) == (mesh.dp.coord, mesh.tp.coord) and mesh.pp.coord in (sender, receiver):
+                    links[sender, receiver] = group
+    return links
 
 
 class _Call:
@@ -78,7 +91,7 @@ class _Call:
         self.output_grads: dict[tuple[int, int], list[Tensor]] = {}
         self.input_grads: dict[tuple[int, int], list[Tensor]] = {}
         self.arriving: dict[Action, list[dist.Work]] = {}
-        self.leaving: list[tuple[dist.Work, Tensor]] = []
+        self.leaving: list[tuple[list[dist.Work], list[Tensor]]] = []
 
     def forward(self, stage: int, microbatch: int) -> None:
         key = (stage, microbatch)
@@ -119,38 +132,33 @@ class _Call:
         if received:
             self.input_grads[key] = [torch.zeros_like(x) if x.grad is None else x.grad.contiguous() for x in received]
 
-    def transfer(self, actions: Sequence[Action]) -> None:
-        """Start a run of sends and receives together."""
-        axis = self.pipeline.mesh.pp
-        ops: list[dist.P2POp] = []
-        owners: list[Action] = []
-        for action in actions:
-            toward = action.stage + 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else action.stage - 1
-            coord = self.pipeline.schedule.coord_of_stage[toward]
-            if coord == axis.coord:
+    def transfer(self, action: Action) -> None:
+        """Start a send or a receive."""
+        here = self.pipeline.mesh.pp.coord
+        toward = action.stage + 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else action.stage - 1
+        there = self.pipeline.schedule.coord_of_stage[toward]
+        sends = action.kind in (Kind.SEND_F, Kind.SEND_B)
+        if there == here:
+            if sends:
                 self._hand_over(action, toward)
-                continue
-            sends = action.kind in _SENDS
-            tensors = self._take(action) if sends else self._buffers(action)
-            operation = dist.isend if sends else dist.irecv
-            ops += [dist.P2POp(operation, tensor, group=axis.group, group_peer=coord) for tensor in tensors]
-            owners += [action] * len(tensors)
-        if not ops:
             return
-        works = dist.batch_isend_irecv(ops)
-        if len(works) < len(ops):  # NCCL gives one handle for the whole group
-            works = works * len(ops)
-        self.leaving = [(work, tensor) for work, tensor in self.leaving if not work.is_completed()]
-        for op, owner, work in zip(ops, owners, works, strict=True):
-            if owner.kind in _SENDS:
-                self.leaving.append((work, op.tensor))
-            else:
-                self.arriving.setdefault(owner, []).append(work)
+        tensors = self._take(action) if sends else self._buffers(action)
+        group = self.pipeline.links[(here, there) if sends else (there, here)]
+        peer = dist.get_global_rank(group, int(dist.get_rank(group) == 0))
+        operation = dist.isend if sends else dist.irecv
+        works = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group) for tensor in tensors])
+        if sends:
+            # Activations are freed as soon as they have left.
+            self.leaving = [(work, kept) for work, kept in self.leaving if not all(w.is_completed() for w in work)]
+            self.leaving.append((works, tensors))
+        else:
+            self.arriving[action] = works
 
     def finish(self) -> None:
         """Wait for what is still on its way."""
-        for work, _ in self.leaving:
-            work.wait()
+        for works, _ in self.leaving:
+            for work in works:
+                work.wait()
         assert not (self.received or self.outputs or self.edges or self.input_grads), "the schedule left work undone"
 
     def _take(self, action: Action) -> list[Tensor]:
@@ -166,10 +174,8 @@ class _Call:
 
     def _hand_over(self, action: Action, toward: int) -> None:
         """Both stages are on this rank: nothing is sent."""
-        if action.kind is Kind.SEND_F:
-            self.received[toward, action.microbatch] = self._take(action)
-        elif action.kind is Kind.SEND_B:
-            self.output_grads[toward, action.microbatch] = self._take(action)
+        waiting = self.received if action.kind is Kind.SEND_F else self.output_grads
+        waiting[toward, action.microbatch] = self._take(action)
 
     def _sizes(self, sent: TensorSpec, microbatch: int) -> tuple[int, ...]:
         batch = self.batches[microbatch]

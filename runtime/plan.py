@@ -13,13 +13,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from shardc.runtime.errors import ShardcError
 from shardc.runtime.gradients import tie_groups
 from shardc.runtime.materialize import CONSTANTS_FILE, materialize
 from shardc.runtime.mesh import Mesh
 from shardc.runtime.module import PlanModule
-from shardc.runtime.pipeline import Pipeline
+from shardc.runtime.pipeline import Pipeline, open_links
 from shardc.runtime.schedule import Schedule
 from shardc.runtime.spec import PlanSpec, parse_plan, with_dtype
 from shardc.runtime.weights import FolderWeights, SeedWeights
@@ -72,10 +71,7 @@ class Plan:
                     stages[index] = self.source.STAGES[index](mesh.tp)
                 constants = self.folder / CONSTANTS_FILE
                 materialize(stages[index], index, spec, mesh.tp, source, constants, device, made)
-        if mesh.pp.group is not None:
-            # NCCL opens the group at the first collective, in which all its ranks must take part.
-            dist.all_reduce(torch.zeros((), device=device), group=mesh.pp.group)
-        pipeline = Pipeline(stages, spec.stages, self.schedule, mesh)
+        pipeline = Pipeline(stages, spec.stages, self.schedule, mesh, open_links(self.schedule, mesh))
         return PlanModule(
             spec=spec,
             pipeline=pipeline,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ class Kind(StrEnum):
     RECV_B = "RECV_B"
 
 
-_COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 _FORWARD_ONLY = (Kind.FORWARD, Kind.SEND_F, Kind.RECV_F)
 
 
@@ -76,17 +76,16 @@ class Schedule:
             raise ShardcError(f"schedule.json: no pp coord runs stages {missing}", "compile the plan again")
         return cls(data["name"], data["microbatches"], ranks, coord_of_stage)
 
-    def steps(self, coord: int, *, num_microbatches: int, backward: bool) -> list[tuple[Action, ...]]:
-        """What a coord does for the first `num_microbatches`: one computation a step, or a run of transfers together.
+    def actions(self, coord: int, *, num_microbatches: int, backward: bool) -> list[Action]:
+        """What a coord does, in order, for the first `num_microbatches`; backward=False keeps the forward alone."""
+        return [
+            action
+            for action in self.ranks[coord]
+            if action.microbatch < num_microbatches and (backward or action.kind in _FORWARD_ONLY)
+        ]
 
-        Neighbouring transfers go out as one group, because two ranks that first send to each other would wait for
-        ever. backward: False leaves out everything but the forward."""
-        steps: list[tuple[Action, ...]] = []
-        for action in self.ranks[coord]:
-            if action.microbatch >= num_microbatches or not (backward or action.kind in _FORWARD_ONLY):
-                continue
-            if action.kind not in _COMPUTE and steps and steps[-1][0].kind not in _COMPUTE:
-                steps[-1] = (*steps[-1], action)
-            else:
-                steps.append((action,))
-        return steps
+    def links(self) -> list[tuple[int, int]]:
+        """(from, to) pp coords between which something is sent, in a fixed order."""
+        coords = [self.coord_of_stage[stage] for stage in sorted(self.coord_of_stage)]
+        neighbours = {pair for pair in itertools.pairwise(coords) if pair[0] != pair[1]}
+        return sorted(neighbours | {(b, a) for a, b in neighbours})

@@ -206,20 +206,16 @@ def test_constants_and_buffers_are_read(tmp_path: Path) -> None:
     }
 
 
-def test_schedule_groups_neighbouring_transfers_and_drops_absent_microbatches() -> None:
+def test_schedule_drops_absent_microbatches_and_names_its_links() -> None:
     schedule = Schedule.parse({"name": "1f1b", "stages": 2, "microbatches": 3, "ranks": toy.one_f_one_b(2, 3)})
 
-    def texts(**options) -> list[str]:
-        return [" ".join(map(str, step)) for step in schedule.steps(0, **options)]
+    def texts(**options) -> str:
+        return " ".join(map(str, schedule.actions(0, **options)))
 
-    assert texts(num_microbatches=2, backward=True) == [
-        "0F0",
-        "0SEND_F0",
-        "0F1",
-        "0SEND_F1 0RECV_B0",
-        "0B0",
-        "0RECV_B1",
-        "0B1",
-    ]
-    assert texts(num_microbatches=1, backward=False) == ["0F0", "0SEND_F0"]
+    assert texts(num_microbatches=2, backward=True) == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"
+    assert texts(num_microbatches=1, backward=False) == "0F0 0SEND_F0"
+    assert schedule.links() == [(0, 1), (1, 0)]
+    ranks = toy.interleaved(3, 1, 2)
+    ring = Schedule.parse({"name": "interleaved", "stages": 6, "microbatches": 1, "ranks": ranks})
+    assert ring.links() == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
     assert str(Action.parse("10RECV_B12")) == "10RECV_B12"
