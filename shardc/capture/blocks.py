@@ -69,6 +69,7 @@ def fold_equal_blocks(trace: Trace, same: dict[str, str]) -> None:
     nodes = [node for node in trace.graph.nodes]
     by_path = {block.path: block for block in trace.blocks}
     kept = []
+    replaced: dict[fx.Node, fx.Node] = {}
     for block in trace.blocks:
         representative = by_path[same[block.path]]
         if representative is block:
@@ -83,9 +84,13 @@ def fold_equal_blocks(trace: Trace, same: dict[str, str]) -> None:
             new.meta["call"] = node.meta["call"]
             new.meta["concrete"] = old.meta["concrete"]
             old.replace_all_uses_with(new)
+            replaced[old] = new
         for old in reversed(own):
             if not old.users:
                 trace.graph.erase_node(old)
+    for call in {call for node in trace.graph.nodes if "call" in node.meta for call in node.meta["call"].chain()}:
+        for old in call.argument_names.keys() & replaced.keys():
+            call.argument_names[replaced[old]] = call.argument_names.pop(old)
     trace.blocks = kept
 
 

@@ -51,12 +51,16 @@ class Source:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One call of a module: `path` as in `named_modules`, the class, the call that made it (None for the root)."""
+    """One call of a module: `path` as in `named_modules`, the class, the call that made it (None for the root).
+
+    options: plain arguments by name (`layer_type="sliding_attention"`), which tell calls of one module apart.
+    """
 
     path: str
     module_class: type
     parent: Call | None
     argument_names: dict[fx.Node, str] = field(default_factory=dict)
+    options: dict[str, str | int | bool] = field(default_factory=dict)
 
     @property
     def class_name(self) -> str:

@@ -210,6 +210,8 @@ class _Recorder(TorchFunctionMode):
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
             if isinstance(value, torch.Tensor) and id(value) in self.node_of:
                 self.call.argument_names[self.node_of[id(value)]] = name
+            elif isinstance(value, (str, int, bool)):
+                self.call.options[name] = value
 
     def _call_block(self, original: Callable, module: nn.Module, path: str, args: tuple, kwargs: dict) -> Any:
         skeleton = _map_tensors((args, kwargs), lambda t: Concrete(tuple(t.shape), t.dtype, t.requires_grad))

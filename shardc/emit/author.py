@@ -56,7 +56,7 @@ def _read(function: ast.FunctionDef, found: AuthorNames) -> None:
         for part in ast.walk(statement):
             if isinstance(part, ast.Call) and (attribute := _own_attribute(part.func)):
                 found.lines.setdefault(attribute, set()).add(statement.lineno)
-        if not isinstance(statement, ast.Assign):
+        if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or statement.value is None:
             continue
         targets, value = _targets(statement), statement.value
         if isinstance(value, ast.Name):
@@ -83,8 +83,8 @@ def _own_attribute(node: ast.AST) -> str | None:
     return ".".join(reversed(parts)) if parts and isinstance(node, ast.Name) and node.id == "self" else None
 
 
-def _targets(node: ast.Assign) -> tuple[str, ...]:
-    target = node.targets[0]
+def _targets(node: ast.Assign | ast.AnnAssign) -> tuple[str, ...]:
+    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
     parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
     names = tuple(part.id if isinstance(part, ast.Name) else "_" for part in parts)
     return names if any(isinstance(part, ast.Name) for part in parts) else ()

@@ -13,7 +13,7 @@ from shardc.emit.expressions import ATOM, PRODUCT, SUM, Printer, Text
 from shardc.emit.flow import value_of
 from shardc.emit.fold import Folder, Statement, draws_sharded
 from shardc.emit.frames import ChildCall, Frame, Op
-from shardc.emit.names import Namer, loop_variable, unused
+from shardc.emit.names import Namer, is_usable, loop_variable, unused
 from shardc.emit.author import names_in
 from shardc.emit.roll import Loop, Unit, index_condition, roll
 from shardc.emit.sources import Need, gives, needs_of, parts_of
@@ -72,6 +72,16 @@ class BodyWriter:
         self.common = common
         self.width = width
         self.units = roll(frame)
+        self.wishes: dict[fx.Node, str] = {}
+        self.kept_none: set[str] = set()  # names that have to stay None in this variant
+        for item in frame.items:
+            if isinstance(item, ChildCall):
+                for formal, actual in zip(item.frame.formal_names, item.actuals, strict=True):
+                    if is_usable(name := none_text.get((item.path, formal))):
+                        self.wishes.setdefault(actual, name)
+                absent = set(formal_lists[item.path]).difference(item.frame.formal_names)
+                self.kept_none.update(none_text.get((item.path, formal), "") for formal in absent)
+        self.kept_none -= set(self.wishes.values())
 
     def write(self, finish: Finish | None = None) -> Body:
         """The body; lines that would grow too long by folding are split again."""
@@ -192,8 +202,10 @@ class BodyWriter:
 
     def _assign(self, node: fx.Node, wish: str | None = None) -> str:
         """A name for a new value: the wished one, unless what has it is still needed."""
-        name = wish or self.namer.hint(node)
+        name = wish or self.wishes.get(node) or self.namer.hint(node)
         name = name + "_" if name in self.reserved else name
+        if name in self.kept_none and name not in self.frame.formal_names:
+            name = unused(name, self.kept_none | {n for n, held in self.holder.items() if self._is_live(held)})
         old = self.holder.get(name)
         if old is not None and old is not node and self._is_live(old):
             name = self._make_room(old, name)
@@ -202,8 +214,6 @@ class BodyWriter:
             self._line(f"{dtype} = {name}.dtype", {dtype})
             self.attribute_names[old] = dtype
             self.holder[dtype] = old
-        elif name in self.body.absent and any(name == text for text in self.none_text.values()) and name not in self.holder:
-            self.body.none_names.discard(name)
         return self._bind(node, name)
 
     def _make_room(self, old: fx.Node, name: str) -> str:
@@ -247,6 +257,8 @@ class BodyWriter:
                 text = self._value(actual).text
                 self.none_text.setdefault((call.path, formal), text)
                 return text
+        if call.flag is not None and call.flag[0] == formal:
+            return call.flag[1]
         return self._absent(call.path, formal)
 
     def _absent(self, path: str, formal: str) -> str:
@@ -254,14 +266,11 @@ class BodyWriter:
         if formal == "packed":
             return "packed"
         name = self.none_text.get((path, formal), "None")
-        if not name.isidentifier() or (name in self.holder and self._is_needed(name)):
+        if not is_usable(name) or name in self.holder:
             return "None"
-        if name not in self.body.absent or name in self.holder:
+        if name not in self.body.absent:
             self.body.none_names.add(name)
         return name
-
-    def _is_needed(self, name: str) -> bool:
-        return self.last_use.get(self.holder[name], -1) >= self.index
 
     def _size(self, size: Size | ShardSize) -> Text:
         node = self.printing

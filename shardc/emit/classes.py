@@ -25,7 +25,7 @@ class OwnParameter:
 
     def statement(self, sizes: Sequence[str]) -> str:
         is_buffer, requires_grad, dtype = self.kind
-        empty = f"torch.empty({', '.join(sizes)}{f', dtype={dtype}' if dtype else ''})"
+        empty = f"torch.empty({', '.join(sizes) or '()'}{f', dtype={dtype}' if dtype else ''})"
         path, _, name = self.name.rpartition(".")
         if is_buffer:
             return f'self.{path + "." if path else ""}register_buffer("{name}", {empty}, persistent=False)'

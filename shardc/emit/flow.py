@@ -29,21 +29,34 @@ class Flow:
         self.block_outputs: dict[str, list[fx.Node]] = {}
         self.block_inputs: dict[str, list[fx.Node]] = {}
         self._args: dict[fx.Node, tuple[tuple, dict[str, Any]]] = {}
+        self._made: dict[Any, fx.Node] = {}
         for node in model.graph.nodes:
             if node.op != "call_function":
                 continue
             same = identity_of(node, self.args(node), self.kwargs(node), value_of)
             if same is not None:
-                self._same[node] = same
                 source = node.meta.get("source")
                 if source is not None and source.name is not None:
                     self.later_names[same] = source.name
+            else:
+                same = self._computed_before(node)
+            if same is not None:
+                self._same[node] = same
             if node.target is block_output:
                 self.block_outputs.setdefault(node.meta["call"].path, []).append(self.of(node))
             elif node.target is block_input:
                 self.block_inputs.setdefault(node.meta["call"].path, []).append(node)
         self.outputs = {name: self.of(node) for name, node in (model.outputs if outputs is None else outputs).items()}
         self.nodes = self._needed()
+
+    def _computed_before(self, node: fx.Node) -> fx.Node | None:
+        """The same statement run again on the same operands: two masks are built from the same index tensors."""
+        value, source = value_of(node), node.meta.get("source")
+        if value is None or source is None or value.requires_grad or node.target in (block_input, operator.getitem, repeat_block) or is_random(node):
+            return None
+        key = (node.meta["call"], source, node.target, repr((self.args(node), self.kwargs(node))))
+        found = self._made.setdefault(key, node)
+        return None if found is node else found
 
     def of(self, node: fx.Node) -> fx.Node:
         """The node that really computes the value of `node`."""

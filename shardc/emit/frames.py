@@ -32,6 +32,7 @@ class ChildCall:
     actuals: list[fx.Node] = field(default_factory=list)
     repeat: Repeat | None = None
     node: fx.Node | None = None  # the repeat's
+    flag: tuple[str, str] | None = None  # an argument of the emitted forward that tells the module's calls apart, its value
 
     @property
     def operands(self) -> list[fx.Node]:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardc.capture import Variant
+from shardc.emit.variants import CallKey
 from shardc.emit.body import Line
 from shardc.emit.wrap import WIDTH, wrap
 from shardc.errors import ShardcError
@@ -20,8 +20,8 @@ class Branch:
     negated: str
     then: list[Line | Branch]
     otherwise: list[Line | Branch]
-    then_variants: frozenset[Variant]
-    else_variants: frozenset[Variant]
+    then_variants: frozenset[CallKey]
+    else_variants: frozenset[CallKey]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Test:
 
     text: str
     negated: str
-    holds: frozenset[Variant]
+    holds: frozenset[CallKey]
     flag: str | None = None
     cost: int = 0
 
@@ -50,13 +50,13 @@ class Merged:
 class _Inseparable(Exception):
     """No test separates these variants."""
 
-    def __init__(self, variants: Sequence[Variant], line: Line):
+    def __init__(self, variants: Sequence[CallKey], line: Line):
         super().__init__()
         self.variants = variants
         self.line = line
 
 
-Bodies = Mapping[Variant, Sequence[Line]]
+Bodies = Mapping[CallKey, Sequence[Line]]
 
 
 class Merger:
@@ -64,8 +64,8 @@ class Merger:
 
     def __init__(
         self,
-        absent: Mapping[Variant, frozenset[str]],
-        none_names: Mapping[Variant, set[str]],
+        absent: Mapping[CallKey, frozenset[str]],
+        none_names: Mapping[CallKey, set[str]],
         formals: Sequence[str],
         flags: Sequence[Test],
         where: str,
@@ -81,7 +81,7 @@ class Merger:
             tree = self._merge(bodies, {variant: frozenset() for variant in bodies})
         except _Inseparable as error:
             raise ShardcError(
-                f"{self.where}: {', '.join(v.name for v in error.variants)} batches run different code here "
+                f"{self.where}: {', '.join(dict.fromkeys(v.variant.name for v in error.variants))} batches run different code here "
                 f"({error.line.text[0].strip()}), and no argument of the module tells them apart",
                 "pass the mask or the position ids to the module, or mark it `opaque`",
             ) from None
@@ -91,7 +91,7 @@ class Merger:
         return merged
 
     # -- the tree -------------------------------------------------------------------------------------------------
-    def _merge(self, bodies: Bodies, defined: Mapping[Variant, frozenset[str]]) -> list[Line | Branch]:
+    def _merge(self, bodies: Bodies, defined: Mapping[CallKey, frozenset[str]]) -> list[Line | Branch]:
         variants = list(bodies)
         first = bodies[variants[0]]
         if all(bodies[v] == first for v in variants[1:]):
@@ -113,7 +113,7 @@ class Merger:
             raise _Inseparable(variants, next(line for v in variants for line in bodies[v]))
         return min(options, key=lambda option: option[0])[1]
 
-    def _options(self, test: Test, bodies: Bodies, defined: Mapping[Variant, frozenset[str]]) -> list[tuple[int, list[Line | Branch]]]:
+    def _options(self, test: Test, bodies: Bodies, defined: Mapping[CallKey, frozenset[str]]) -> list[tuple[int, list[Line | Branch]]]:
         """Split for good, or only until both sides have the same to do again."""
         yes = {v: body for v, body in bodies.items() if v in test.holds}
         no = {v: body for v, body in bodies.items() if v not in test.holds}
@@ -133,7 +133,7 @@ class Merger:
                 options.append([part, *self._merge(rest, later)])
         return [(_size(option) + test.cost, option) for option in options]
 
-    def _tests(self, variants: Sequence[Variant], defined: Mapping[Variant, frozenset[str]]) -> list[Test]:
+    def _tests(self, variants: Sequence[CallKey], defined: Mapping[CallKey, frozenset[str]]) -> list[Test]:
         found = []
         for name in self.formals:
             none = frozenset(v for v in variants if name in self.absent[v] and name not in defined[v])
@@ -145,7 +145,7 @@ class Merger:
                 found.append(Test(flag.text, flag.negated, holds, flag.flag, flag.cost))
         return found
 
-    def _place_nones(self, tree: list[Line | Branch], wanted: dict[Variant, set[str]]) -> None:
+    def _place_nones(self, tree: list[Line | Branch], wanted: dict[CallKey, set[str]]) -> None:
         """`mask = None` where the other side of a branch computes the mask; at the top where no branch does."""
         for name in sorted({name for names in wanted.values() for name in names}):
             variants = {v for v, names in wanted.items() if name in names}
@@ -153,7 +153,7 @@ class Merger:
             if left:
                 tree.insert(0, Line((f"{name} = None",), frozenset((name,))))
 
-    def _place_none(self, tree: list[Line | Branch], name: str, variants: set[Variant]) -> set[Variant]:
+    def _place_none(self, tree: list[Line | Branch], name: str, variants: set[CallKey]) -> set[CallKey]:
         for part in tree:
             if not isinstance(part, Branch) or name not in _names([part]):
                 continue
@@ -164,7 +164,7 @@ class Merger:
                 if name in _names(side):
                     variants = variants - (here - self._place_none(side, name, here))
                 else:
-                    side.append(Line((f"{name} = None",), frozenset((name,))))
+                    side.insert(0, Line((f"{name} = None",), frozenset((name,))))
                     variants = variants - here
             if not variants:
                 break
@@ -227,5 +227,5 @@ def _size(tree: Sequence[Line | Branch]) -> int:
     return sum(1 if isinstance(part, Line) else 2 + _size(part.then) + _size(part.otherwise) for part in tree)
 
 
-def branch_on(text: str, holds: Callable[[Variant], bool], variants: Sequence[Variant], negated: str, **rest: object) -> Test:
+def branch_on(text: str, holds: Callable[[CallKey], bool], variants: Sequence[CallKey], negated: str, **rest: object) -> Test:
     return Test(text, negated, frozenset(v for v in variants if holds(v)), **rest)

@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardc.capture import Variant
+from shardc.capture.symbols import S
 from shardc.emit.author import names_in
 from shardc.emit.body import Body, BodyWriter, Finish
 from shardc.emit.classes import EmittedClass, OwnParameter, Use, grouped
 from shardc.emit.frames import ChildCall, Frame, Op
 from shardc.emit.library import library_layer
-from shardc.emit.merge import Merged, Merger, branch_on
-from shardc.emit.names import Namer, name_formals
+from shardc.emit.expressions import literal
+from shardc.emit.merge import Merged, Merger, Test, branch_on
+from shardc.emit.names import Namer, is_usable, name_formals
 from shardc.emit.sources import gives
-from shardc.capture.symbols import S
+from shardc.emit.variants import CallKey
 
-Frames = Mapping[Variant, Frame]
+Frames = Mapping[CallKey, Frame]
 
 
 @dataclass(slots=True)
@@ -39,10 +41,10 @@ class FileBuilder:
         self._names: dict[str, int] = {}
 
     # -- modules -----------------------------------------------------------------------------------------------------
-    def module(self, frames: Frames, namers: Mapping[Variant, Namer]) -> Use:
-        """The class, or library layer, of one module; sets the formal names of its frames."""
-        for variant, frame in frames.items():
-            name_formals(frame, namers[variant])
+    def module(self, frames: Frames, namers: Mapping[Variant, Namer], tests: Sequence[Test] = ()) -> Use:
+        """The class, or library layer, of one module; sets the formal names of its frames. tests: between its calls."""
+        for key, frame in frames.items():
+            name_formals(frame, namers[key.variant])
         first = next(iter(frames.values()))
         layer = library_layer(list(frames.values()))
         if layer is not None:
@@ -54,25 +56,27 @@ class FileBuilder:
             makes = tuple(f"{first.path}.{first.parameter(node)}" for node in _parameter_nodes(first))
             return Use(["input"], library=layer[0], imports=layer[1], makes=makes)
         children, paths = self.children(frames, namers)
-        forward = self.forward(frames, namers, children, paths)
+        forward = self.forward(frames, namers, children, paths, tests=tests)
         return self.define(first.call.module_class.__name__, frames, forward, children)
 
     def children(self, frames: Frames, namers: Mapping[Variant, Namer]) -> tuple[dict[str, Use], dict[str, list[str]]]:
         """Uses by relative path, in the model's order; and the formals by full path."""
         first = next(iter(frames.values()))
         prefix = len(first.path) + 1 if first.path else 0
-        calls: dict[str, dict[Variant, ChildCall]] = {}
-        for variant, frame in frames.items():
+        calls: dict[str, dict[CallKey, ChildCall]] = {}
+        for caller, frame in frames.items():
             for item in frame.items:
                 if isinstance(item, ChildCall):
-                    calls.setdefault(item.path, {}).setdefault(variant, item)
+                    found = calls.setdefault(item.path, {})
+                    found[CallKey(caller.variant, sum(key.variant == caller.variant for key in found))] = item
         uses: dict[str, Use] = {}
-        for path, by_variant in calls.items():
-            if all(item.repeat is None for item in by_variant.values()):
-                uses[path] = self.module({v: item.frame for v, item in by_variant.items()}, namers)
-        for path, by_variant in calls.items():
+        for path, items in calls.items():
+            if all(item.repeat is None for item in items.values()):
+                tests = _call_tests(items) if any(key.call for key in items) else []
+                uses[path] = self.module({key: item.frame for key, item in items.items()}, namers, tests)
+        for path, items in calls.items():
             if path not in uses:
-                repeat = next(iter(by_variant.values())).repeat
+                repeat = next(iter(items.values())).repeat
                 uses[path] = uses[repeat.representative]
         order = {path: i for i, path in enumerate(first.flow.model.module_classes)}
         ordered = sorted(uses, key=lambda path: order.get(path, len(order)))
@@ -85,7 +89,8 @@ class FileBuilder:
         children: Mapping[str, Use],
         formal_lists: Mapping[str, list[str]],
         formals: list[str] | None = None,
-        finishes: Mapping[Variant, Finish] | None = None,
+        finishes: Mapping[CallKey, Finish] | None = None,
+        tests: Sequence[Test] = (),
     ) -> Forward:
         """The merged forward of one module; lines that branches push out of the page are written shorter."""
         formals = union_of_formals(frames) if formals is None else formals
@@ -95,7 +100,7 @@ class FileBuilder:
             if isinstance(members, dict)
         }
         first = next(iter(frames.values()))
-        flags = self._flags(frames, formals)
+        flags = [*self._flags(frames, formals), *tests]
         for width in _LINE_WIDTHS:
             bodies = self._bodies(frames, namers, formal_lists, formals, containers, finishes or {}, width)
             absent = {v: body.absent for v, body in bodies.items()}
@@ -108,8 +113,8 @@ class FileBuilder:
         for body in bodies.values():
             self.functions |= body.functions
         needs_packed = "packed" in merged.flags or any("packed" in names for names in formal_lists.values())
-        if needs_packed and "packed" not in formals:
-            formals = [*formals, "packed"]
+        needed = [*(["packed"] if needs_packed else []), *sorted(merged.flags - {"packed"})]
+        formals = [*formals, *(name for name in needed if name not in formals)]
         return Forward(formals, merged, axes)
 
     def _bodies(
@@ -119,17 +124,17 @@ class FileBuilder:
         formal_lists: Mapping[str, list[str]],
         formals: list[str],
         containers: dict[str, range],
-        finishes: Mapping[Variant, Finish],
+        finishes: Mapping[CallKey, Finish],
         width: int,
-    ) -> dict[Variant, Body]:
+    ) -> dict[CallKey, Body]:
         none_text: dict[tuple[str, str], str] = {}
         common = frozenset.intersection(*(frozenset(frame.formal_names) for frame in frames.values()))
         arguments = {v: sum(len(i.actuals) for i in f.items if isinstance(i, ChildCall)) for v, f in frames.items()}
         bodies = {}
-        for variant in sorted(frames, key=lambda v: (-arguments[v], v)):
+        for key in sorted(frames, key=lambda key: (-arguments[key], key)):
             writer = BodyWriter(
-                frames[variant],
-                namers[variant],
+                frames[key],
+                namers[key.variant],
                 dict(formal_lists),
                 formals,
                 none_text,
@@ -138,12 +143,12 @@ class FileBuilder:
                 common,
                 width,
             )
-            bodies[variant] = writer.write(finishes.get(variant))
+            bodies[key] = writer.write(finishes.get(key))
         return {v: bodies[v] for v in frames}
 
-    def _flags(self, frames: Frames, formals: Sequence[str]) -> list:
+    def _flags(self, frames: Frames, formals: Sequence[str]) -> list[Test]:
         variants = list(frames)
-        tests = [branch_on("packed", lambda v: v.packed, variants, "not packed", flag="packed", cost=1)]
+        tests = [branch_on("packed", lambda key: key.variant.packed, variants, "not packed", flag="packed", cost=1)]
         if self.window is not None:
             for name in formals:
                 nodes = [dict(zip(f.formal_names, f.formals, strict=True)).get(name) for f in frames.values()]
@@ -152,7 +157,7 @@ class FileBuilder:
                     if len(dims) == 1:
                         size = f"{name}.shape[{dims.pop()}]"
                         text, negated = f"{size} >= {self.window}", f"{size} < {self.window}"
-                        tests.append(branch_on(text, lambda v: v.long, variants, negated, cost=1))
+                        tests.append(branch_on(text, lambda key: key.variant.long, variants, negated, cost=1))
                         break
         return tests
 
@@ -180,6 +185,22 @@ class FileBuilder:
         prefix = first.path + "." if first.path else ""
         makes = (*(prefix + name for name in parameters), *(name for use in children.values() for name in use.makes))
         return Use(forward.formals, emitted, shapes, makes=makes)
+
+
+def _call_tests(items: Mapping[CallKey, ChildCall]) -> list[Test]:
+    """Tests between the calls of one module: on a plain argument of the author's, or on the number of the call."""
+    options = {key: item.frame.call.options for key, item in items.items()}
+    names = dict.fromkeys(name for given in options.values() for name in given if is_usable(name))
+    differing = [name for name in names if len({repr(given.get(name)) for given in options.values()}) > 1]
+    name = differing[0] if differing else "call"
+    values = {key: literal(options[key].get(name) if differing else key.call).text for key in items}
+    tests = []
+    for key, item in items.items():
+        item.flag = (name, values[key])
+    for value in dict.fromkeys(values.values()):
+        test = f"{name} == {value}"
+        tests.append(branch_on(test, lambda key, value=value: values[key] == value, list(items), f"{name} != {value}", flag=name))
+    return tests
 
 
 _LINE_WIDTHS = (112, 108, 104, 100, 90, 80)

@@ -15,6 +15,7 @@ from shardc.emit.frames import Frame, build_frames
 from shardc.emit.module import FileBuilder, Forward
 from shardc.emit.names import Namer
 from shardc.emit.sources import add_missing_sources
+from shardc.emit.variants import CallKey
 
 Stage = Mapping[Variant, ModelGraph]
 _BATCH = ("input_ids", "attention_mask", "position_ids", "labels", "num_targets")
@@ -70,7 +71,7 @@ class StageBuilder:
     def __init__(self, file: FileBuilder, stage: Stage, inlined: frozenset[str]):
         self.file = file
         self.stage = stage
-        self.frames: dict[Variant, Frame] = {}
+        self.frames: dict[CallKey, Frame] = {}
         self.namers: dict[Variant, Namer] = {}
         for variant, graph in stage.items():
             outputs = {name: node for name, node in graph.outputs.items() if name != "count"}
@@ -79,7 +80,7 @@ class StageBuilder:
             add_missing_sources(root)
             namer = Namer(flow)
             _name_all(root, namer)
-            self.frames[variant], self.namers[variant] = root, namer
+            self.frames[CallKey(variant)], self.namers[variant] = root, namer
 
     def build(self, name: str) -> Use:
         for frame in self.frames.values():

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 WIDTH = 120
+_ONE_CALL = re.compile(r"(return |def |[\w., ]+ = )?[\w.]+[(\[{]")
 _OPEN, _CLOSE = "([{", ")]}"
 
 
 def wrap(line: str, indent: int) -> list[str]:
-    """A statement that ends in a bracket, indented; broken at that bracket where it is longer than WIDTH."""
+    """A statement that is one call, indented; broken at its bracket where it is longer than WIDTH.
+
+    Any other statement comes back as it is: who writes it has to keep it short."""
     pad = " " * indent
     if len(pad + line) <= WIDTH or not line.endswith(tuple(_CLOSE)):
         return [pad + line]
     start = _last_bracket(line)
     head, body, tail = line[: start + 1], line[start + 1 : -1], line[-1]
+    if not _ONE_CALL.fullmatch(head):
+        return [pad + line]
     if len(body) + indent + 4 <= WIDTH:
         return [pad + head, f"{pad}    {body}", pad + tail]
     return [pad + head, *(f"{pad}    {part}," for part in split_arguments(body)), pad + tail]
