@@ -37,8 +37,10 @@ class Costs:
         return sums
 
 
-def measure_costs(model: ModelGraph, sequence: int = SEQUENCE) -> Costs:
-    """Counts the products of a graph for one row of `sequence` tokens; equal blocks are counted once."""
+def measure_costs(model: ModelGraph, only: Sequence[str] | None = None, sequence: int = SEQUENCE) -> Costs:
+    """Counts the products of a graph for one row of `sequence` tokens; equal blocks are counted once.
+
+    only: the blocks between which stages may be cut, default all; others count with the one before."""
     by_kind: dict[str, int] = {}
     blocks: dict[str, int] = {}
     rest: dict[str | None, int] = {None: 0}
@@ -47,11 +49,14 @@ def measure_costs(model: ModelGraph, sequence: int = SEQUENCE) -> Costs:
         if unit.block is None:
             rest[last] += node_flops(unit.nodes[0], sequence)
             continue
-        kind, last = unit.block.representative, unit.block.instance
+        kind = unit.block.representative
         if kind not in by_kind:
             by_kind[kind] = sum(node_flops(node, sequence) for node in unit.nodes)
-        blocks[last] = by_kind[kind]
-        rest[last] = 0
+        if only is not None and unit.block.instance not in only:
+            rest[last] += by_kind[kind]
+            continue
+        last = unit.block.instance
+        blocks[last], rest[last] = by_kind[kind], 0
     per_token = (1 + _BACKWARD) / sequence
     after = rest[last] if blocks else 0
     for path in list(blocks)[:-1]:
