@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from shardc.runtime.collectives import reduce_ranks
 from shardc.runtime.errors import ShardcError
+from shardc.runtime.mesh import Mesh
 from shardc.runtime.spec import PlanSpec
 from torch import Tensor
 
@@ -54,9 +57,13 @@ def prepare_batch(inputs: Mapping[str, Any], spec: PlanSpec) -> Batch:
                 f"{spec.model}: cannot take {name}={_describe(value)}; the plan takes tensors {list(spec.batch_names)}",
                 "remove it from the batch, or compile the plan with this input",
             )
-    if not tensors:
-        raise ShardcError(f"{spec.model}: the batch is empty; it takes {list(spec.batch_names)}", "pass input_ids=")
-    rows, length = next((value for name, value in tensors.items() if name.startswith("input"))).shape[:2]
+    tokens = next((value for name, value in tensors.items() if name.startswith("input")), None)
+    if tokens is None:
+        raise ShardcError(
+            f"{spec.model}: the batch has no input_ids, only {sorted(tensors)}; valid: {list(spec.batch_names)}",
+            "pass input_ids=, (rows, tokens)",
+        )
+    rows, length = tokens.shape[:2]
     for name, value in tensors.items():
         if value.shape[0] not in (rows, 1):
             raise ShardcError(
@@ -69,6 +76,33 @@ def prepare_batch(inputs: Mapping[str, Any], spec: PlanSpec) -> Batch:
     padded_length = -(-length // spec.tp) * spec.tp if spec.pad_sequence else length
     padded = {name: _pad(name, value, length, padded_length) for name, value in tensors.items()}
     return Batch(padded, rows, padded_length, length)
+
+
+def check_same_batch(batch: Batch, spec: PlanSpec, mesh: Mesh) -> None:
+    """Raises ShardcError, on every rank of a model replica, where its ranks were given different batches.
+
+    Sends one number an input over tp and pp, and waits for it: meant for the first call."""
+    digests = [_digest(batch.tensors.get(name)) for name in spec.batch_names]
+    highest = torch.tensor([*digests, *(-digest for digest in digests)], dtype=torch.int64, device=mesh.device)
+    for axis in (mesh.tp, mesh.pp):
+        if axis.size > 1:
+            highest = reduce_ranks(highest, axis, "max")
+    largest, smallest = highest.cpu().chunk(2)
+    different = [name for name, a, b in zip(spec.batch_names, largest, -smallest, strict=True) if a != b]
+    if different:
+        raise ShardcError(
+            f"{spec.model}: the tp={mesh.tp.size} * pp={mesh.pp.size} ranks of dp coord {mesh.dp.coord} were given "
+            f"different {', '.join(different)}",
+            "shard the data over dp only: mesh.dp.coord of mesh.dp.size, not the global rank",
+        )
+
+
+def _digest(tensor: Tensor | None) -> int:
+    """A number below 2**62 that tells tensors apart by shape and content; 0 for None."""
+    if tensor is None:
+        return 0
+    content = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return int.from_bytes(hashlib.sha256(str(tuple(tensor.shape)).encode() + content).digest()[:8], "big") >> 2
 
 
 def _describe(value: Any) -> str:

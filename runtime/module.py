@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from shardc.runtime import checkpoint, gradients
-from shardc.runtime.batch import Batch, prepare_batch
+from shardc.runtime.batch import Batch, check_same_batch, prepare_batch
 from shardc.runtime.collectives import all_gather_invariant, all_reduce
 from shardc.runtime.errors import ShardcError
 from shardc.runtime.pipeline import Pipeline, stage_inputs
@@ -60,6 +60,7 @@ class PlanModule(nn.Module):
         self.spec, self.pipeline, self.mesh, self.folder = spec, pipeline, pipeline.mesh, folder
         self.local_parameters = {name: parameters[name] for name in sorted(parameters)}
         self.count_targets, self.tie_groups = count_targets, tie_groups
+        self.saw_batch = False
         self.stages = nn.ModuleDict({str(index): stage for index, stage in pipeline.modules.items()})
 
     def named_parameters(
@@ -84,7 +85,8 @@ class PlanModule(nn.Module):
                 yield name, tensor
 
     def forward(self, *, num_items_in_batch: int | Tensor | None = None, **inputs: Any) -> Output:
-        """One call on this dp rank's batch. All ranks of a model replica pass the same batch.
+        """One call on this dp rank's batch. All ranks of a model replica pass the same batch (the first call checks
+        it).
 
         inputs: the plan's batch keywords, on any device. num_items_in_batch: divides the summed loss instead of the
         number of targets in the call's global batch. The loss is over the global batch. With gradients on and more
@@ -92,6 +94,9 @@ class PlanModule(nn.Module):
         kept gradients, times its own, to .grad; a result that is never given to backward leaves .grad as it was.
         """
         batch = prepare_batch(inputs, self.spec)
+        if not self.saw_batch:
+            check_same_batch(batch, self.spec, self.mesh)
+            self.saw_batch = True
         labels = batch.tensors.get("labels")
         if labels is None and torch.is_grad_enabled() and self.mesh.pp.size > 1:
             raise ShardcError(

@@ -164,6 +164,28 @@ def test_misuse_is_refused_on_every_rank(workers: Workers, tmp_path: Path) -> No
     workers.run(2, f"{HERE}:misuse", str(toy.write_plan(tmp_path / "plan", pp=2)))
 
 
+def different_batches(folder: str) -> str:
+    module = load_plan(folder).build(seed=1, device="cpu")
+    batch = toy.batch_of(4, 6, seed=0)
+    batch["input_ids"] = batch["input_ids"] + (module.mesh.rank == 3)
+    with pytest.raises(ShardcError) as error:
+        module(**batch)
+    return str(error.value)
+
+
+def test_ranks_of_a_replica_with_different_batches_are_told_so(workers: Workers, tmp_path: Path) -> None:
+    """On the first call, on every rank (CAI 5110, DS 7199)."""
+    folder = str(toy.write_plan(tmp_path / "plan", tp=2, pp=2))
+    assert (
+        workers.run(4, f"{HERE}:different_batches", folder)
+        == [
+            "toy: the tp=2 * pp=2 ranks of dp coord 0 were given different input_ids\n"
+            "  shard the data over dp only: mesh.dp.coord of mesh.dp.size, not the global rank"
+        ]
+        * 4
+    )
+
+
 def ignored_on_one_rank(folder: str) -> None:
     plan = load_plan(folder)
     module = plan.build(seed=1, dtype=torch.float64, device="cpu")
