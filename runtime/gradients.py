@@ -61,8 +61,7 @@ def reduce_gradients(
 
 
 def grad_norm(parameters: Mapping[str, nn.Parameter], spec: PlanSpec, mesh: Mesh, schedule: Schedule) -> Tensor:
-    """2-norm of the whole gradient, each element once: a shard on its rank, a replica on the first, a tie on one
-    stage."""
+    """2-norm of the whole gradient, each element once: shards where they are, replicas and ties on one rank."""
     total = torch.zeros((), dtype=torch.float32, device=mesh.device)
     for name, parameter in parameters.items():
         if parameter.grad is not None and _counts_here(spec.parameters[name], mesh, schedule):

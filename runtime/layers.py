@@ -68,8 +68,7 @@ def vocab_cross_entropy(
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
-    """Loss of each row. With s label smoothing: (1 - s) * (lse - x[target]) + s * (lse - mean of x over the
-    vocabulary)."""
+    """Loss of each row; with label smoothing s, (1 - s) * (lse - x[target]) + s * (lse - mean of x)."""
 
     @staticmethod
     def forward(

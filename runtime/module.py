@@ -85,8 +85,7 @@ class PlanModule(nn.Module):
                 yield name, tensor
 
     def forward(self, *, num_items_in_batch: int | Tensor | None = None, **inputs: Any) -> Output:
-        """One call on this dp rank's batch. All ranks of a model replica pass the same batch (the first call checks
-        it).
+        """One call on this dp rank's batch; all ranks of a model replica pass the same, which the first call checks.
 
         inputs: the plan's batch keywords, on any device. num_items_in_batch: divides the summed loss instead of the
         number of targets in the call's global batch. The loss is over the global batch. With gradients on and more
@@ -98,16 +97,17 @@ class PlanModule(nn.Module):
             check_same_batch(batch, self.spec, self.mesh)
             self.saw_batch = True
         labels = batch.tensors.get("labels")
-        if labels is None and torch.is_grad_enabled() and self.mesh.pp.size > 1:
+        staged = len(self.spec.stages) > 1
+        if labels is None and torch.is_grad_enabled() and staged:
             raise ShardcError(
-                f"{self.spec.model}: no labels, so no loss; pp={self.mesh.pp.size} keeps no graph of logits",
+                f"{self.spec.model}: no labels, so no loss; {len(self.spec.stages)} stages keep no graph of logits",
                 "pass labels=, or call the model under torch.no_grad()",
             )
         num_targets = None if labels is None else self._num_targets(labels, num_items_in_batch)
         batches = batch.to(self.mesh.device).split(self.pipeline.schedule.num_microbatches)
         if not torch.is_grad_enabled():
             return self._evaluate(batch, batches, num_targets)
-        if self.mesh.pp.size > 1 or (len(batches) > 1 and labels is not None):
+        if staged or (len(batches) > 1 and labels is not None):
             assert num_targets is not None
             return Output(self._train(batches, num_targets), None)
         return self._plain(batch, batches, num_targets)
@@ -122,8 +122,7 @@ class PlanModule(nn.Module):
         return count.to(torch.float32)
 
     def _plain(self, batch: Batch, batches: Sequence[Batch], num_targets: Tensor | None) -> Output:
-        """One stage, one micro-batch: autograd as usual; the value of the loss is summed over dp, its gradient is
-        not."""
+        """One stage, one micro-batch: autograd as usual. The loss is summed over dp, its gradient stays this rank's."""
         (stage,), (spec,) = self.pipeline.modules.values(), self.spec.stages
         results = [stage(**stage_inputs(spec, part, num_targets)) for part in batches]
         loss = None if num_targets is None else all_reduce(results[0][0], self.mesh.dp)

@@ -21,8 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """What the last stage gave for a micro-batch: loss without its graph, logits only from a forward without
-    backward."""
+    """What the last stage gave for a micro-batch: the loss without its graph; logits if there is no backward."""
 
     loss: Tensor | None
     logits: Tensor | None

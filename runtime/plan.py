@@ -133,8 +133,7 @@ def _check_hashes(folder: Path, data: dict[str, Any], prove: Prove | None) -> No
 
 
 def _import_source(folder: Path) -> ModuleType:
-    """Import model.py under a name of its own, so that several plans live in one process and tracebacks find the
-    file."""
+    """Import model.py under a name of its own: several plans live in one process, and tracebacks show the file."""
     name = f"shardc_plan_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
     module_spec = importlib.util.spec_from_file_location(name, folder / SOURCE_FILE)
     assert module_spec is not None and module_spec.loader is not None

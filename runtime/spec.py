@@ -29,8 +29,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor that crosses stages: its dims are sizes or "B", "S", "S/tp" (micro-batch rows, sequence, its tp
-    part)."""
+    """A tensor that crosses stages; dims are sizes, or "B", "S", "S/tp": micro-batch rows, sequence, its tp part."""
 
     name: str
     shape: tuple[int | str, ...]

@@ -38,6 +38,7 @@ CASES = [
     Case("pp 2", 2, {"pp": 2}),
     Case("pp 2, gpipe", 2, {"pp": 2, "ranks": toy.gpipe(2, 4)}),
     Case("pp 2, two stages a rank", 2, {"pp": 2, "stages": 4, "ranks": toy.interleaved(2, 4, 2)}),
+    Case("four stages on one rank", 1, {"pp": 1, "stages": 4, "ranks": toy.interleaved(1, 4, 4)}),
     Case("pp 3", 3, {"pp": 3}),
     Case("pp 4, fewer micro-batches than stages", 4, {"pp": 4, "microbatches": 2}),
     Case("pp 4", 4, {"pp": 4}),
@@ -152,7 +153,7 @@ def misuse(folder: str) -> None:
     output.loss.backward(retain_graph=True)
     with pytest.raises(ShardcError, match="backward was called twice"):
         output.loss.backward()
-    with pytest.raises(ShardcError, match=r"no labels, so no loss; pp=2 keeps no graph of logits"):
+    with pytest.raises(ShardcError, match=r"no labels, so no loss; 2 stages keep no graph of logits"):
         module(input_ids=batch["input_ids"])
     with pytest.raises(ShardcError, match=r"cannot take use_cache=False; the plan takes tensors \['input_ids'"):
         module(**batch, use_cache=False)
