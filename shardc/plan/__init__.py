@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardc.plan.check import check_folder, load_plan
     from shardc.plan.compile import CompiledPlan, Refuted, compile_plan
-    from shardc.plan.verify import verify
+    from shardc.plan.verification import verify
 
 _HOMES = {
     "CompiledPlan": "shardc.plan.compile",
@@ -17,7 +17,7 @@ _HOMES = {
     "check_folder": "shardc.plan.check",
     "compile_plan": "shardc.plan.compile",
     "load_plan": "shardc.plan.check",
-    "verify": "shardc.plan.verify",
+    "verify": "shardc.plan.verification",
 }
 
 __all__ = ["CompiledPlan", "Refuted", "check_folder", "compile_plan", "load_plan", "verify"]

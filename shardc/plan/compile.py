@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class _Passes:
 
 
 def compile_plan(
-    model: str | Callable[..., Any],
+    model: str | Callable[..., Any] | ModelSource,
     *,
     tp: int = 1,
     pp: int = 1,
@@ -97,14 +97,14 @@ def compile_plan(
 ) -> CompiledPlan:
     """Compile a model for tp * pp ranks (and any number of replicas of them).
 
-    model: what `shardc compile --model` takes, or a function that returns an nn.Module. sp: shard the residual stream
-    over the sequence. microbatches: of a batch, default twice pp. policy: a file, default the bundled one. overrides:
-    config fields. progress: called with the name of each pass as it begins.
+    model: what `shardc compile --model` takes, a function that returns an nn.Module, or what `resolve` gives.
+    sp: shard the residual stream over the sequence. microbatches: of a batch, default twice pp. policy: a file,
+    default the bundled one. overrides: config fields. progress: called with the name of each pass as it begins.
     Raises ShardcError for a user's mistake, Refuted if the proof fails.
     """
     settings = _settings(tp, pp, sp, schedule, microbatches, dtype)
     run = _Passes(progress)
-    source = run("resolve", resolve, model, overrides, settings.dtype)
+    source = model if isinstance(model, ModelSource) else run("resolve", resolve, model, overrides, settings.dtype)
     chosen = run("policy", choose_policy, source, policy, tp)
     captured = run("capture", _capture, source, settings.dtype)
     roles, blocks = run("match", match_policy, chosen, captured.plain)
@@ -207,8 +207,3 @@ def cut_variants(variants: dict[Variant, ModelGraph], first_blocks: list[str]) -
                     "cut elsewhere: pipeline: {cuts: [...]} in the policy",
                 )
     return stages
-
-
-def with_automatic_cuts(policy: Policy) -> Policy:
-    """The policy for a model with another number of blocks."""
-    return replace(policy, cuts=AUTO)
