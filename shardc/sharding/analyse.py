@@ -11,7 +11,6 @@ from shardc.errors import ShardcError
 from shardc.sharding.factors import Dims, new_dims, require_whole, unify
 from shardc.sharding.layout import CONVERSIONS
 from shardc.sharding.rules import dims_of, rule_of, set_dims, tensors
-from shardc.sharding.rules.pointwise import broadcast
 
 
 def analyse_factors(model: ModelGraph) -> dict[str, Dims]:
@@ -52,7 +51,9 @@ def _share_batch(model: ModelGraph, node: fx.Node) -> None:
     ids = model.inputs.get("input_ids", first)
     if ids is node or "dims" not in ids.meta:
         return
-    for mine, other, a, b in zip(dims_of(node), dims_of(ids), node.meta["value"].shape, ids.meta["value"].shape, strict=False):
+    for mine, other, a, b in zip(
+        dims_of(node), dims_of(ids), node.meta["value"].shape, ids.meta["value"].shape, strict=False
+    ):
         if a == b and mine and other:
             unify(other, mine, node)
 
@@ -81,7 +82,10 @@ def _repeat(node: fx.Node, inputs: dict, outputs: dict, parameters: dict[str, Di
     repeat, *actuals = node.args
     for formal, actual in zip(inputs[repeat.representative], actuals, strict=True):
         if formal.meta["value"].shape != actual.meta["value"].shape:
-            raise ShardcError(f"{repeat.instance}: an input has another shape than in {repeat.representative}", "this is a defect of the capture")
+            raise ShardcError(
+                f"{repeat.instance}: an input has another shape than in {repeat.representative}",
+                "this is a defect of the capture",
+            )
         for mine, other in zip(dims_of(formal), dims_of(actual), strict=True):
             if mine and other:
                 unify(mine, other, node)

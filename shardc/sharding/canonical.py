@@ -55,7 +55,11 @@ def _region(start: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
                 continue
             if user.op == "call_function" and _restores(user, source):
                 ends.append(user)
-            elif user.op == "call_function" and op_name(user.target) in _ROW_BY_ROW and user.meta["value"].shape[:1] == (_ROWS,):
+            elif (
+                user.op == "call_function"
+                and op_name(user.target) in _ROW_BY_ROW
+                and user.meta["value"].shape[:1] == (_ROWS,)
+            ):
                 region.append(user)
                 todo.append(user)
             else:

@@ -120,7 +120,7 @@ def quotient(size: Dim, by: Dim) -> Dim | None:
     return Size(coefficient, batch, seq) if batch or seq else coefficient
 
 
-# -- relations ---------------------------------------------------------------------------------------------------------
+# -- relations -------------------------------------------------------------------------------------------------------
 def _link(keep: Factor, drop: Factor, by: fx.Node) -> None:
     drop.same = keep
     keep.whole = keep.whole or drop.whole

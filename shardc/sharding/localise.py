@@ -12,13 +12,15 @@ from shardc.errors import ShardcError
 from shardc.sharding.analyse import describe
 from shardc.sharding.factors import Dims, Factor, leaves, product
 from shardc.sharding.layout import Layout
+from shardc.sharding.mesh import Mesh
 from shardc.sharding.rules import argument, dims_of
-from shardc.sharding.typing import Mesh
 
 Layouts = dict[str, Layout]
 
 
-def localise(model: ModelGraph, mesh: Mesh, parameter_dims: dict[str, Dims], parameter_layouts: dict[str, Layouts]) -> None:
+def localise(
+    model: ModelGraph, mesh: Mesh, parameter_dims: dict[str, Dims], parameter_layouts: dict[str, Layouts]
+) -> None:
     """Rewrite, in place, `Value.shape`, size literals and parameter shapes to what one rank holds.
 
     Before: global shapes, factors and layouts on every node. After: as architecture.md, section 5. A size that differs
@@ -37,7 +39,13 @@ def localise(model: ModelGraph, mesh: Mesh, parameter_dims: dict[str, Dims], par
         if name in parameter_layouts:
             shape = local.shape(parameter.shape, parameter_dims[name], parameter_layouts[name])
             model.parameters[name] = Parameter(
-                parameter.name, shape, parameter.dtype, parameter.requires_grad, parameter.aliases, parameter.is_buffer, parameter.init
+                parameter.name,
+                shape,
+                parameter.dtype,
+                parameter.requires_grad,
+                parameter.aliases,
+                parameter.is_buffer,
+                parameter.init,
             )
 
 
@@ -72,7 +80,7 @@ class _Localiser:
             return leaf.size // ranks if leaf.size % ranks == 0 else ShardSize(leaf.size, self.mesh.name(axes))
         return ShardSize(leaf.size, self.mesh.name(axes))
 
-    # -- literals ----------------------------------------------------------------------------------------------------
+    # -- literals -----------------------------------------------------------------------------------------------------
     def literals(self, node: fx.Node) -> None:
         """Make an operation's size literals those of its local result."""
         if not any(layout.letter == "S" for layouts in _all_layouts(node) for layout in layouts.values()):
@@ -101,7 +109,9 @@ class _Localiser:
         d = int(argument(node, 2, "dim", 0)) % len(node.args[0].meta["value"].shape)
         results = self._results(node)
         if len(results) != len(node.args[1]):
-            raise ShardcError(f"{describe(node)}: a piece of a sharded split is not used", "mark the module that makes it `replicate`")
+            raise ShardcError(
+                f"{describe(node)}: a piece of a sharded split is not used", "mark the module that makes it `replicate`"
+            )
         node.args = (node.args[0], tuple(user.meta["value"].shape[d] for user in results), *node.args[2:])
 
     def _piece(self, node: fx.Node) -> None:
@@ -141,8 +151,13 @@ class _Localiser:
             edges[at] = at_local
         start, stop, _ = cut.indices(whole)
         if start not in edges or stop not in edges:
-            raise ShardcError(f"{describe(node)}: slices a sharded dim between its segments", "mark the module that makes it `replicate`")
-        return slice(edges[start] if cut.start is not None else None, edges[stop] if cut.stop is not None else None, cut.step)
+            raise ShardcError(
+                f"{describe(node)}: slices a sharded dim between its segments",
+                "mark the module that makes it `replicate`",
+            )
+        return slice(
+            edges[start] if cut.start is not None else None, edges[stop] if cut.stop is not None else None, cut.step
+        )
 
 
 def _all_layouts(node: fx.Node) -> list[Layouts]:

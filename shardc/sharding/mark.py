@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from math import gcd
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from math import gcd, prod
 
-from shardc.capture.graph import ModelGraph, op_name
+from torch import fx
+
+from shardc.capture.graph import ModelGraph
 from shardc.errors import ShardcError
 from shardc.policy import Rule
 from shardc.sharding.analyse import describe
 from shardc.sharding.factors import Dims, Factor, contains, dim_of, leaves
-from shardc.sharding.typing import Mesh
+from shardc.sharding.mesh import Mesh
 
 
 @dataclass(slots=True)
@@ -25,6 +28,29 @@ class Marks:
         """The factor of a value that an axis splits, None where it has none."""
         return next((f for f in self.factors.get(axis, ()) if dim_of(dims, f) is not None), None)
 
+    def all_factors(self) -> list[Factor]:
+        return [factor for factors in self.factors.values() for factor in factors]
+
+    def add(self, axis: str, factor: Factor, path: str) -> None:
+        if factor not in self.factors[axis]:
+            self.factors[axis].append(factor)
+            self.named_by.setdefault(factor, path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """The output dim that a `column` or `vocab` splits: the leaves of each segment of it, outermost first."""
+
+    path: str
+    rule: Rule
+    size: int
+    segments: list[list[Factor]]
+
+    def heads(self) -> Iterator[list[Factor]]:
+        """What may be split of each segment; nothing of a vocabulary, which has no heads."""
+        if self.rule.role != "vocab":
+            yield from (_heads(segment) for segment in self.segments)
+
 
 def mark(model: ModelGraph, roles: dict[str, Rule], parameters: dict[str, Dims], tp: int) -> Marks:
     """Choose what tp splits. `column` and `vocab` mark their output dim, `row` its input dim must then be marked.
@@ -32,30 +58,21 @@ def mark(model: ModelGraph, roles: dict[str, Rule], parameters: dict[str, Dims],
     Raises ShardcError naming module, sizes and valid tp for a size that tp does not divide, two roles that do not fit
     (both `column`), and a `row` that nothing feeds.
     """
-    wanted: list[tuple[str, Rule, list[list[Factor]]]] = []
-    for path, rule, weight in _weights(model, roles):
-        if rule.role in ("column", "vocab"):
-            dims = parameters[weight]
-            wanted.append((path, rule, _candidates(dims[_output_dim(model, path, rule)])))
     if tp == 1:
         return Marks(Mesh({"tp": 1}))
-    kv = _kv_split(model, wanted, parameters, tp)
+    named = _weights(model, roles)
+    outputs = _outputs(model, named, parameters)
+    kv = _kv_split(outputs, tp)
     mesh = Mesh({"tp": tp} if kv == tp else {"tp.kv": kv, "tp.replica": tp // kv})
     marks = Marks(mesh, {axis: [] for axis in mesh.axes})
-    impossible = []
-    for path, rule, segments in wanted:
-        for factors in segments:
-            if not _mark_output(marks, path, rule, factors, tp) and not _is_lone_kv_head(model, path):
-                impossible.append((path, rule, factors))
-    for path, rule, weight in _weights(model, roles):
+    whole = [output for output in outputs if not _mark_output(marks, output, tp)]
+    for output in outputs:
+        _check_fused(marks, output, tp)
+    for path, rule, weight in named:
         _check_role(model, marks, path, rule, parameters[weight])
-    for path, rule, factors in impossible:
-        whole = factors[0].whole if factors else None
-        raise ShardcError(
-            f"{path}: {rule.role} would split its {factors[0].size if factors else 0} output features"
-            + (f", which {describe(whole)} needs whole" if whole is not None else ""),
-            f"mark the module `replicate` ({rule.place})",
-        )
+    for output in whole:
+        if not _meets_shards(model, marks, roles, output.path):
+            _refuse_whole(output)
     return marks
 
 
@@ -71,24 +88,38 @@ def _weights(model: ModelGraph, roles: dict[str, Rule]) -> list[tuple[str, Rule,
     return found
 
 
-def _is_conv1d(model: ModelGraph, path: str) -> bool:
-    return model.module_classes[path].__name__ == "Conv1D"
-
-
 def _output_dim(model: ModelGraph, path: str, rule: Rule) -> int:
-    return 1 if rule.role != "vocab" and _is_conv1d(model, path) else 0
+    return 1 if rule.role != "vocab" and model.module_classes[path].__name__ == "Conv1D" else 0
+
+
+def _outputs(model: ModelGraph, named: list, parameters: dict[str, Dims]) -> list[_Output]:
+    """What each `column` and `vocab` may split, but no factor inside one that another of them splits (a head dim)."""
+    found = []
+    for path, rule, weight in named:
+        if rule.role in ("column", "vocab"):
+            dim = parameters[weight][_output_dim(model, path, rule)]
+            found.append(_Output(path, rule, _count(leaves(dim)), _candidates(dim)))
+    outer = {segment[0] for output in found for segment in output.segments if segment}
+    inner: set[Factor] = set()
+    for _, _, weight in named:
+        for dim in map(leaves, parameters[weight]):
+            inner.update(leaf for i, leaf in enumerate(dim) if outer & set(dim[:i]))
+    return [
+        replace(output, segments=[[] if set(segment[:1]) & inner else segment for segment in output.segments])
+        for output in found
+    ]
 
 
 def _candidates(dim: list[Factor]) -> list[list[Factor]]:
     """The leaves that may be split, outermost first; one list a segment of a fused dim."""
     found = leaves(dim)
     if len(found) == 1 and found[0].segments is not None and not found[0].whole:
-        return [[leaf for leaf in leaves(piece)] for piece in found[0].segments]
+        return [leaves(piece) for piece in found[0].segments]
     return [found]
 
 
 def _heads(factors: list[Factor]) -> list[Factor]:
-    """The leading leaves that may be split: (KV heads, heads a KV head) of an attention projection, never the head dim."""
+    """The leading leaves that may be split: KV heads and heads a KV head of an attention, never the head dim."""
     free = []
     for leaf in factors:
         if leaf.whole is not None or not isinstance(leaf.size, int):
@@ -97,134 +128,147 @@ def _heads(factors: list[Factor]) -> list[Factor]:
     return free[:-1] if len(free) == len(factors) > 1 else free
 
 
-def _units(factors: list[Factor]) -> int:
-    count = 1
-    for leaf in factors:
-        count *= leaf.size
-    return count
+def _count(factors: list[Factor]) -> int:
+    return prod(leaf.size for leaf in factors if isinstance(leaf.size, int))
 
 
-def _kv_split(model: ModelGraph, wanted: list, parameters: dict[str, Dims], tp: int) -> int:
+# -- how many ways ---------------------------------------------------------------------------------------------------
+def _kv_split(outputs: list[_Output], tp: int) -> int:
     """How many ways KV heads are split: tp, or fewer where there are fewer of them (the rest replicates them)."""
-    split = tp
-    for path, rule, segments in wanted:
-        for factors in segments:
-            free = _heads(factors)
-            if rule.role == "vocab" or not free:
-                continue
-            units = _units(free)
+    split, shared = tp, set()
+    for output in outputs:
+        for free in output.heads():
             if len(free) > 1:
-                if units % tp:
-                    _refuse_heads(path, rule, units, free[0].size, tp)
+                if _count(free) % tp:
+                    _refuse_heads(output, _count(free), free[0].size, tp)
                 split = min(split, gcd(free[0].size, tp))
-    for path, rule, segments in wanted:
-        for factors in segments:
-            free = _heads(factors)
-            if rule.role == "vocab" or not free or len(free) > 1:
-                continue
-            if free[0].size % tp and not (split < tp and free[0].size % split == 0 and _is_shared_head(wanted, free[0])):
-                _refuse(path, rule, free[0].size, len(factors), tp)
+                shared.add(free[0])
+    for output in outputs:
+        for free, segment in zip(output.heads(), output.segments, strict=False):
+            few = free and free[0] in shared and split < tp and free[0].size % split == 0
+            if len(free) == 1 and free[0].size % tp and not few:
+                _refuse_size(output, free[0].size, "heads" if len(segment) > 1 else "output features", tp)
     return split
 
 
-def _is_shared_head(wanted: list, factor: Factor) -> bool:
-    """Whether a factor of KV heads is also the outer part of some query heads."""
-    return any(len(free := _heads(factors)) > 1 and free[0] is factor for _, _, segments in wanted for factors in segments)
+def _mark_output(marks: Marks, output: _Output, tp: int) -> bool:
+    """Mark the output of a `column` or `vocab`; False where some segment has no factor that may be split."""
+    return all([_mark_segment(marks, output, segment, tp) for segment in output.segments])
 
 
-def _refuse_heads(path: str, rule: Rule, heads: int, kv_heads: int, tp: int) -> None:
-    valid = [n for n in range(1, heads + 1) if heads % n == 0]
-    raise ShardcError(
-        f"{path}: tp={tp} does not divide {heads} query heads; valid: {', '.join(map(str, valid))} (above {kv_heads}, the {kv_heads} KV heads are replicated)",
-        f"use one of these for --tp, or mark the module `replicate` ({rule.place})",
-    )
-
-
-def _refuse(path: str, rule: Rule, size: int, count: int, tp: int) -> None:
-    what = "heads" if count > 1 else "output features"
-    valid = [n for n in range(1, min(size, 64) + 1) if size % n == 0]
-    raise ShardcError(
-        f"{path}: tp={tp} does not divide {size} {what}; valid: {', '.join(map(str, valid))}",
-        f"use one of these for --tp, or mark the module `replicate` ({rule.place})",
-    )
-
-
-def _mark_output(marks: Marks, path: str, rule: Rule, factors: list[Factor], tp: int) -> bool:
-    """Mark the output of a `column` or `vocab`; False where no factor of it may be split."""
-    free = factors[:1] if rule.role == "vocab" else _heads(factors)
+def _mark_segment(marks: Marks, output: _Output, segment: list[Factor], tp: int) -> bool:
+    is_vocab = output.rule.role == "vocab"
+    free = segment[:1] if is_vocab else _heads(segment)
     if not free or free[0].whole is not None:
         return False
     axes = marks.mesh.axes
-    if rule.role != "vocab" and len(axes) == 2 and (len(free) > 1 or free[0].size % tp):
-        _add(marks, axes[0], free[0], path)
-        if len(free) > 1:
-            _add(marks, axes[1], free[1], path)
+    if not is_vocab and len(axes) == 2 and (len(free) > 1 or free[0].size % tp):
+        for axis, factor in zip(axes, free, strict=False):
+            marks.add(axis, factor, output.path)
     else:
         for axis in axes:
-            _add(marks, axis, free[0], path)
+            marks.add(axis, free[0], output.path)
     return True
 
 
-def _is_lone_kv_head(model: ModelGraph, path: str) -> bool:
-    """Whether a projection makes the only KV head of an attention: nothing to split, so every rank makes all of it."""
-    todo = [node for node in model.operations() if node.meta["call"].path == path and op_name(node.target) == "linear"]
+def _meets_shards(model: ModelGraph, marks: Marks, roles: dict[str, Rule], path: str) -> bool:
+    """Whether what a module makes joins values that other roles shard, as the only KV head joins query heads.
+
+    Each rank then makes all of it, for its own part of the rest.
+    """
+    marked = marks.all_factors()
+    todo = [node for node in model.operations() if node.meta["call"].path == path]
     seen = set(todo)
     while todo:
-        node = todo.pop()
-        for user in node.users:
-            name = op_name(user.target) if user.op == "call_function" else ""
-            if name in ("scaled_dot_product_attention", "matmul"):
-                keys = user.args[1:3] if name == "scaled_dot_product_attention" else user.args[:2]
-                if any(k is node and node.meta["value"].shape[1] == 1 for k in keys) or op_name(node.target) == "reshape":
-                    return True
-            elif name not in ("linear", "") and user not in seen:
-                seen.add(user)
-                todo.append(user)
+        for user in todo.pop().users:
+            if user in seen or not _is_between_roles(user, roles):
+                continue
+            if "value" in user.meta and any(dim_of(user.meta["dims"], factor) is not None for factor in marked):
+                return True
+            seen.add(user)
+            todo.append(user)
     return False
 
 
-def _add(marks: Marks, axis: str, factor: Factor, path: str) -> None:
-    if factor not in marks.factors[axis]:
-        marks.factors[axis].append(factor)
-        marks.named_by.setdefault(factor, path)
+def _is_between_roles(node: fx.Node, roles: dict[str, Rule]) -> bool:
+    return node.op == "call_function" and node.meta["call"].path not in roles
+
+
+# -- what does not fit -----------------------------------------------------------------------------------------------
+def _check_fused(marks: Marks, output: _Output, tp: int) -> None:
+    """The segments of a fused weight are split over the same axes: its gradient is one tensor."""
+    for factors in marks.factors.values():
+        split = [any(leaf in factors for leaf in segment) for segment in output.segments]
+        if any(split) and not all(split):
+            heads = min(_count(free[:1]) for free in output.heads())
+            raise ShardcError(
+                f"{output.path}: tp={tp} does not divide the {heads} KV heads of a fused weight; "
+                f"valid: {_divisors(heads)}",
+                f"use one of these for --tp, or mark the module `replicate` ({output.rule.place})",
+            )
 
 
 def _check_role(model: ModelGraph, marks: Marks, path: str, rule: Rule, dims: Dims) -> None:
-    out = _output_dim(model, path, rule)
-    marked = {f for factors in marks.factors.values() for f in factors}
-    where = rule.place
+    marked = marks.all_factors()
     split = [next((f for f in marked if contains(dim, f)), None) for dim in dims]
+    out = _output_dim(model, path, rule)
     into = split[1 - out] if len(dims) == 2 else None
     if rule.role == "column" and into is not None:
         raise ShardcError(
             f"{path}: column, but its input is already sharded by {marks.named_by[into]}",
-            f"mark it `row` ({where}): a row takes the shards that a column gives",
+            f"mark it `row` ({rule.place}): a row takes the shards that a column gives",
         )
     if rule.role == "row" and into is None:
         raise ShardcError(
-            f"{path}: row, but nothing shards its {_size(dims[1 - out])} input features",
-            f"mark the module that feeds it `column`, or this one `replicate` ({where})",
+            f"{path}: row, but nothing shards its {_count(leaves(dims[1 - out]))} input features",
+            f"mark the module that feeds it `column`, or this one `replicate` ({rule.place})",
         )
-    if rule.role == "replicate" and any(f is not None for f in split):
-        other = next(f for f in split if f is not None)
+    if rule.role == "replicate" and any(split):
+        other = next(factor for factor in split if factor is not None)
         raise ShardcError(
             f"{path}: replicate, but {marks.named_by[other]} shards one of its dims",
-            f"mark both `replicate`, or this one `column` or `row` ({where})",
+            f"mark both `replicate`, or this one `column` or `row` ({rule.place})",
         )
 
 
-def _size(dim: list[Factor]) -> int:
-    return _units([leaf for leaf in leaves(dim) if isinstance(leaf.size, int)])
+def _divisors(size: int) -> str:
+    return ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
 
 
-def sharded_by_propagation(model: ModelGraph, marks: Marks, roles: dict[str, Rule], parameters: dict[str, Dims]) -> list[str]:
+def _refuse_heads(output: _Output, heads: int, kv_heads: int, tp: int) -> None:
+    raise ShardcError(
+        f"{output.path}: tp={tp} does not divide {heads} query heads; valid: {_divisors(heads)} "
+        f"(above {kv_heads}, the {kv_heads} KV heads are replicated)",
+        f"use one of these for --tp, or mark the module `replicate` ({output.rule.place})",
+    )
+
+
+def _refuse_size(output: _Output, size: int, what: str, tp: int) -> None:
+    raise ShardcError(
+        f"{output.path}: tp={tp} does not divide {size} {what}; valid: {_divisors(size)}",
+        f"use one of these for --tp, or mark the module `replicate` ({output.rule.place})",
+    )
+
+
+def _refuse_whole(output: _Output) -> None:
+    needed_by = next((leaf.whole for segment in output.segments for leaf in segment if leaf.whole is not None), None)
+    raise ShardcError(
+        f"{output.path}: {output.rule.role} would split its {output.size} output features"
+        + (f", which {describe(needed_by)} needs whole" if needed_by is not None else ""),
+        f"mark the module `replicate` ({output.rule.place})",
+    )
+
+
+# -- what roles do not name ------------------------------------------------------------------------------------------
+def sharded_by_propagation(
+    model: ModelGraph, marks: Marks, roles: dict[str, Rule], parameters: dict[str, Dims]
+) -> list[str]:
     """Modules whose weight is split though no rule names them: reported, never silent."""
-    marked = [f for factors in marks.factors.values() for f in factors]
-    found = []
+    marked = marks.all_factors()
+    found = set()
     for name, dims in parameters.items():
-        path = name.rsplit(".", 1)[0]
-        aliases = [a.rsplit(".", 1)[0] for a in model.parameters[name].aliases]
-        if not any(p in roles for p in (path, *aliases)) and any(contains(d, f) for d in dims for f in marked):
-            found.append(path)
-    return sorted(set(found))
-
+        names = (name, *model.parameters[name].aliases)
+        paths = [each.rpartition(".")[0] for each in names]
+        if not any(path in roles for path in paths) and any(contains(d, f) for d in dims for f in marked):
+            found.add(paths[0])
+    return sorted(found)

@@ -22,8 +22,8 @@ from shardc.sharding.analyse import describe
 from shardc.sharding.factors import Factor, contains, dim_of, is_whole_dim, leaves
 from shardc.sharding.layout import FUNCTION_OF, I, Layout, P, R, sharded
 from shardc.sharding.mark import Marks
+from shardc.sharding.mesh import Mesh
 from shardc.sharding.rules import argument, dims_of, rule_of, set_dims, tensors
-from shardc.sharding.typing import Mesh
 
 # A value computed from parameters alone: I or R, whichever its users need, so that no activation is reduced for it.
 FREE = Layout("free")
@@ -62,7 +62,7 @@ class _Propagator:
         self.inputs: dict[str, list[fx.Node]] = {}
         self.outputs: dict[str, list[fx.Node]] = {}
 
-    # -- forward pass ------------------------------------------------------------------------------------------------
+    # -- forward pass -------------------------------------------------------------------------------------------------
     def run(self) -> Propagated:
         for node in list(self.graph.nodes):
             if node.op == "placeholder":
@@ -83,7 +83,9 @@ class _Propagator:
         for axis in self.mesh.axes:
             factor = self.marks.layout_factor(dims_of(node), axis)
             if factor is not None and parameter.is_buffer:
-                raise ShardcError(f"{node.target}: a buffer would be sharded over {axis}", "mark the module that uses it `replicate`")
+                raise ShardcError(
+                    f"{node.target}: a buffer would be sharded over {axis}", "mark the module that uses it `replicate`"
+                )
             layouts[axis] = sharded(factor) if factor is not None else FREE if parameter.requires_grad else I
         return layouts
 
@@ -122,15 +124,23 @@ class _Propagator:
         elif node.target is block_output:
             self.outputs.setdefault(node.meta["call"].path, []).append(node)
 
-    # -- the decision for one operation and axis -------------------------------------------------------------------------
+    # -- the decision for one operation and axis ----------------------------------------------------------------------
     def _decide(self, node: fx.Node, axis: str) -> tuple[dict[fx.Node, Layout], Layout]:
         """What each operand must be, and what the result is then."""
         operands = tensors(node)
         have = {o: o.meta["layouts"][axis] for o in operands}
         name = op_name(node.target)
-        if name == "embedding" and have[node.args[1]].letter == "S" and dim_of(dims_of(node.args[1]), have[node.args[1]].factor) == 0:
+        if (
+            name == "embedding"
+            and have[node.args[1]].letter == "S"
+            and dim_of(dims_of(node.args[1]), have[node.args[1]].factor) == 0
+        ):
             return {node.args[1]: have[node.args[1]]}, P
-        if name == "cross_entropy" and have[node.args[0]].letter == "S" and dim_of(dims_of(node.args[0]), have[node.args[0]].factor) == 1:
+        if (
+            name == "cross_entropy"
+            and have[node.args[0]].letter == "S"
+            and dim_of(dims_of(node.args[0]), have[node.args[0]].factor) == 1
+        ):
             return {node.args[0]: have[node.args[0]]}, I
         factor = self._factor(node, axis, have)
         if factor is not None:
@@ -145,12 +155,16 @@ class _Propagator:
         if any(have[o] is R and o.meta["value"].requires_grad for o in operands):
             if copies is not None:
                 node.meta["shards_copies"] = (*node.meta.get("shards_copies", ()), axis)
-            return {o: R for o in operands if o.meta["value"].requires_grad}, sharded(copies) if copies is not None else R
+            return {o: R for o in operands if o.meta["value"].requires_grad}, sharded(
+                copies
+            ) if copies is not None else R
         return {o: I for o in operands if have[o] is FREE or have[o].letter == "S"}, I
 
     def _is_free(self, operands: list[fx.Node], have: Layouts) -> bool:
         """Whether all gradients of an operation go to parameters."""
-        return any(have[o] is FREE for o in operands) and all(have[o] is FREE or not o.meta["value"].requires_grad for o in operands)
+        return any(have[o] is FREE for o in operands) and all(
+            have[o] is FREE or not o.meta["value"].requires_grad for o in operands
+        )
 
     def _enters(self, node: fx.Node, name: str) -> bool:
         """Whether a product begins a parallel region on an axis over which its own weight is whole: a shared KV head."""
@@ -162,7 +176,9 @@ class _Propagator:
         found = {layout.factor for layout in have.values() if layout.letter == "S"}
         others = found - {self.sequence}
         if len(others) > 1:
-            self._refuse(node, "operands are sharded along different factors: " + ", ".join(f"{o.name} {have[o]}" for o in have))
+            self._refuse(
+                node, "operands are sharded along different factors: " + ", ".join(f"{o.name} {have[o]}" for o in have)
+            )
         if others:
             return others.pop()
         if not found:
@@ -174,15 +190,25 @@ class _Propagator:
         named = op_name(node.target) in ("linear", "matmul") and node.meta["call"].path in self.roles
         return named or contains(node.meta.get("whole", ()), self.sequence)
 
-    def _decide_sharded(self, node: fx.Node, axis: str, factor: Factor, have: Layouts) -> tuple[dict[fx.Node, Layout], Layout]:
+    def _decide_sharded(
+        self, node: fx.Node, axis: str, factor: Factor, have: Layouts
+    ) -> tuple[dict[fx.Node, Layout], Layout]:
         name = op_name(node.target)
         if rule_of(node) is None:
-            self._refuse(node, f"no rule for {name}, and an operand is sharded over {axis}", "write one (CONTRIBUTING.md, An op rule), or mark the module `replicate`")
+            self._refuse(
+                node,
+                f"no rule for {name}, and an operand is sharded over {axis}",
+                "write one (CONTRIBUTING.md, An op rule), or mark the module `replicate`",
+            )
         needs: dict[fx.Node, Layout] = {}
         for operand in have:
             if dim_of(dims_of(operand), factor) is not None:
                 if have[operand].letter == "I" and factor is not self.sequence and operand.meta["value"].requires_grad:
-                    self._refuse(node, f"{operand.name} is whole, but {self._origin(factor)} shards it", "mark the module that makes it `column`, or this one `replicate`")
+                    self._refuse(
+                        node,
+                        f"{operand.name} is whole, but {self._origin(factor)} shards it",
+                        "mark the module that makes it `column`, or this one `replicate`",
+                    )
                 needs[operand] = sharded(factor)
             else:
                 needs[operand] = R
@@ -204,7 +230,9 @@ class _Propagator:
         if op_name(node.target) not in ("expand", "repeat_interleave", "repeat"):
             return None
         for factor in self.marks.factors[axis]:
-            if dim_of(dims_of(node), factor) is not None and all(dim_of(dims_of(o), factor) is None for o in tensors(node)):
+            if dim_of(dims_of(node), factor) is not None and all(
+                dim_of(dims_of(o), factor) is None for o in tensors(node)
+            ):
                 return factor
         return None
 
@@ -224,7 +252,7 @@ class _Propagator:
     def _refuse(self, node: fx.Node, what: str, advice: str = "check the roles of the modules around it") -> None:
         raise ShardcError(f"{describe(node)}: {what}", advice)
 
-    # -- what operands must become ------------------------------------------------------------------------------------------
+    # -- what operands must become ------------------------------------------------------------------------------------
     def _require(self, operand: fx.Node, wanted: Layouts, user: fx.Node) -> None:
         have = operand.meta["layouts"]
         change: Layouts = {}
@@ -234,7 +262,9 @@ class _Propagator:
                 letters.setdefault("R" if layout is R else "I", []).append(user)
                 if layout.letter == "S":
                     change[axis] = layout
-            elif have[axis] != layout and not (layout.letter in "IR" and not operand.meta["value"].requires_grad and have[axis].letter in "IR"):
+            elif have[axis] != layout and not (
+                layout.letter in "IR" and not operand.meta["value"].requires_grad and have[axis].letter in "IR"
+            ):
                 change[axis] = layout
         if change:
             key = (operand, tuple(sorted(change.items(), key=lambda item: item[0])), self._block(user))
@@ -247,7 +277,7 @@ class _Propagator:
                 return call.path
         return None
 
-    # -- partial sums -----------------------------------------------------------------------------------------------------------
+    # -- partial sums -------------------------------------------------------------------------------------------------
     def _reduce(self, node: fx.Node) -> None:
         """Reduce a partial sum where it is made: to I, or to a shard of the sequence. A bias is added after it, once."""
         axes = tuple(a for a in self.mesh.axes if node.meta["layouts"][a].letter == "P")
@@ -299,7 +329,12 @@ class _Propagator:
     def _replace_loss(self, node: fx.Node) -> None:
         """Logits of a sharded vocabulary are never gathered: the loss reduces over the axis itself."""
         logits, target = node.args[:2]
-        axes = tuple(a for a in self.mesh.axes if logits.meta["layouts"][a].letter == "S" and dim_of(dims_of(logits), logits.meta["layouts"][a].factor) == 1)
+        axes = tuple(
+            a
+            for a in self.mesh.axes
+            if logits.meta["layouts"][a].letter == "S"
+            and dim_of(dims_of(logits), logits.meta["layouts"][a].factor) == 1
+        )
         if axes:
             node.target = vocab_cross_entropy
             node.args = (logits, target, Axis(self.mesh.name(axes)), logits.meta["value"].shape[1])
@@ -317,7 +352,10 @@ class _Propagator:
         before = value.meta["layouts"][axes[0]].letter
         function = FUNCTION_OF.get((before, target.letter))
         if function is None:
-            self._refuse(value, f"is {before} on {self.mesh.name(axes)} and is needed as {target.letter}, for which there is no conversion")
+            self._refuse(
+                value,
+                f"is {before} on {self.mesh.name(axes)} and is needed as {target.letter}, for which there is no conversion",
+            )
         kwargs: dict[str, object] = {} if dim is None else {"dim": dim}
         size = None if dim is None else value.meta["value"].shape[dim]
         if before == "S" and isinstance(size, int) and size % self._size(axes):
@@ -334,10 +372,14 @@ class _Propagator:
             size *= self.mesh.sizes[axis]
         return size
 
-    # -- after the pass -----------------------------------------------------------------------------------------------------------
+    # -- after the pass -----------------------------------------------------------------------------------------------
     def _settle_free_values(self) -> Propagated:
         """Give each parameter-only value the letter that all its users need; where they differ, convert it for some."""
-        order = [n for n in self.graph.nodes if isinstance(n.meta.get("layouts"), dict) and FREE in n.meta["layouts"].values()]
+        order = [
+            n
+            for n in self.graph.nodes
+            if isinstance(n.meta.get("layouts"), dict) and FREE in n.meta["layouts"].values()
+        ]
         result = Propagated()
         for axis in self.mesh.axes:
             free = {n for n in order if n.meta["layouts"][axis] is FREE}
@@ -382,7 +424,9 @@ class _Propagator:
                 for group in self._groups(value, axes):
                     dim = self._conversion_dim(value, group, target)
                     after = {**value.meta["layouts"], **dict.fromkeys(group, target)}
-                    value = self._convert(value, group, target, dim, home, lambda first=first: self.graph.inserting_before(first), after)
+                    value = self._convert(
+                        value, group, target, dim, home, lambda first=first: self.graph.inserting_before(first), after
+                    )
             for user in users:
                 user.replace_input_with(request.value, value)
             if request.value in home.argument_names:
@@ -401,7 +445,9 @@ class _Propagator:
             return None
         dim = dim_of(dims_of(value), factor)
         if dim is None or not is_whole_dim(dims_of(value)[dim], factor):
-            self._refuse(value, f"cannot be converted from {have} to {target}: the factor of size {factor.size} is part of a dim")
+            self._refuse(
+                value, f"cannot be converted from {have} to {target}: the factor of size {factor.size} is part of a dim"
+            )
         return dim
 
 
@@ -413,7 +459,11 @@ def _draws(node: fx.Node) -> bool:
 
 def _is_library(module_class: type) -> bool:
     """torch's own layers and transformers' Conv1D are written by name, so nothing can be written inside them."""
-    return module_class.__module__.startswith("torch.nn.") or module_class.__name__ == "Conv1D" or not issubclass(module_class, nn.Module)
+    return (
+        module_class.__module__.startswith("torch.nn.")
+        or module_class.__name__ == "Conv1D"
+        or not issubclass(module_class, nn.Module)
+    )
 
 
 def _common_call(users: list[fx.Node]) -> Call:

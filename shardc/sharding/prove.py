@@ -17,9 +17,10 @@ from shardc.errors import ShardcError
 from shardc.sharding.analyse import analyse_factors, describe
 from shardc.sharding.factors import Dims, Factor
 from shardc.sharding.layout import CONVERSIONS, I, Layout, R, sharded
+from shardc.sharding.mesh import Mesh
 from shardc.sharding.rules import rule_of, tensors
 from shardc.sharding.shard_map import factors_of_shard_map
-from shardc.sharding.typing import Mesh, Mismatch, type_node
+from shardc.sharding.typing import Mismatch, type_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def prove(model: ModelGraph, parameters: dict[str, ShardedParameter], mesh: Mesh
     return certificate
 
 
-# -- layouts -------------------------------------------------------------------------------------------------------------
+# -- layouts ---------------------------------------------------------------------------------------------------------
 def _type_graph(
     model: ModelGraph,
     parameters: dict[str, ShardedParameter],
@@ -133,7 +134,9 @@ def _type_graph(
     return layouts
 
 
-def _split_factors(parameters: dict[str, ShardedParameter], mesh: Mesh, dims: dict[str, Dims]) -> dict[str, set[Factor]]:
+def _split_factors(
+    parameters: dict[str, ShardedParameter], mesh: Mesh, dims: dict[str, Dims]
+) -> dict[str, set[Factor]]:
     """axis -> the factors that some parameter's shard map splits over it."""
     split: dict[str, set[Factor]] = {axis: set() for axis in mesh.axes}
     for name, parameter in parameters.items():
@@ -150,7 +153,9 @@ def parameter_layouts(parameter: ShardedParameter, dims: Dims, mesh: Mesh) -> di
     return {axis: sharded(split[axis]) if axis in split else R if axis in partial else I for axis in mesh.axes}
 
 
-def _type_call(node: fx.Node, mesh: Mesh, layouts: dict[fx.Node, dict[str, Layout]], split: dict[str, set[Factor]]) -> None:
+def _type_call(
+    node: fx.Node, mesh: Mesh, layouts: dict[fx.Node, dict[str, Layout]], split: dict[str, set[Factor]]
+) -> None:
     if op_name(node.target) == "getitem" and "value" not in node.args[0].meta:
         of_source = layouts[node.args[0]]
         layouts[node] = of_source[node.args[1]] if isinstance(of_source, list) else of_source
@@ -183,7 +188,7 @@ def _type_repeat(node: fx.Node, formals: dict, results: dict, parameters: dict, 
     layouts[node] = all_results[0] if "value" in node.meta else all_results
 
 
-# -- obligations -----------------------------------------------------------------------------------------------------------
+# -- obligations -----------------------------------------------------------------------------------------------------
 Checked = Iterator[Finding | str]
 
 
@@ -208,9 +213,13 @@ def _gradient_reductions(model: ModelGraph, parameters: dict, mesh: Mesh, layout
     for parameter in parameters.values():
         axes = [axis for name in parameter.grad_reduce for axis in mesh.atomic(name)]
         if len(axes) != len(set(axes)):
-            yield Finding("gradients", parameter.name, f"gradient is summed twice over {', '.join(parameter.grad_reduce)}")
+            yield Finding(
+                "gradients", parameter.name, f"gradient is summed twice over {', '.join(parameter.grad_reduce)}"
+            )
         elif any(axis not in mesh.axes for axis in axes):
-            yield Finding("gradients", parameter.name, f"gradient is summed over unknown axes {', '.join(parameter.grad_reduce)}")
+            yield Finding(
+                "gradients", parameter.name, f"gradient is summed over unknown axes {', '.join(parameter.grad_reduce)}"
+            )
         else:
             yield parameter.name
     for node in model.graph.nodes:
@@ -226,7 +235,9 @@ def _gradient_reductions(model: ModelGraph, parameters: dict, mesh: Mesh, layout
 def _split_axes(parameter: ShardedParameter, mesh: Mesh) -> set[str]:
     if parameter.shard is None:
         return set()
-    return {axis for segment in parameter.shard["segments"] for _, name in segment["splits"] for axis in mesh.atomic(name)}
+    return {
+        axis for segment in parameter.shard["segments"] for _, name in segment["splits"] for axis in mesh.atomic(name)
+    }
 
 
 def _idle_conversions(model: ModelGraph, parameters: dict, mesh: Mesh, layouts: dict) -> Checked:
@@ -235,8 +246,18 @@ def _idle_conversions(model: ModelGraph, parameters: dict, mesh: Mesh, layouts: 
         if node.op == "get_attr" and node in layouts and R in layouts[node].values():
             typed = [user for user in node.users if user in layouts]
             for axis, layout in layouts[node].items():
-                if layout is R and typed and all(layouts[u][axis] is I for u in typed if isinstance(layouts[u], dict) and u.meta["value"].requires_grad):
-                    yield Finding("gradients", node.target, f"gradient is summed over {axis}, but it is whole on each rank")
+                if (
+                    layout is R
+                    and typed
+                    and all(
+                        layouts[u][axis] is I
+                        for u in typed
+                        if isinstance(layouts[u], dict) and u.meta["value"].requires_grad
+                    )
+                ):
+                    yield Finding(
+                        "gradients", node.target, f"gradient is summed over {axis}, but it is whole on each rank"
+                    )
             yield node.target
 
 
@@ -250,9 +271,17 @@ def _dropout_streams(model: ModelGraph, parameters: dict, mesh: Mesh, layouts: d
         own = node.meta.get("rng_axis")
         named = set(mesh.atomic(own.name)) if isinstance(own, Axis) else set()
         if named - split:
-            yield Finding("randomness", describe(node), f"draws separately over {', '.join(sorted(named - split))}, where ranks hold the same value")
+            yield Finding(
+                "randomness",
+                describe(node),
+                f"draws separately over {', '.join(sorted(named - split))}, where ranks hold the same value",
+            )
         elif split - named and _may_draw(node):
-            yield Finding("randomness", describe(node), f"draws the same on all ranks of {', '.join(sorted(split - named))}, which hold different parts")
+            yield Finding(
+                "randomness",
+                describe(node),
+                f"draws the same on all ranks of {', '.join(sorted(split - named))}, which hold different parts",
+            )
         else:
             yield node.name
 
@@ -269,7 +298,11 @@ def _normalised_loss(model: ModelGraph, parameters: dict, mesh: Mesh, layouts: d
     if loss is None:
         return
     parts = loss.args if op_name(loss.target) == "div" else ()
-    summed = bool(parts) and parts[0].kwargs.get("reduction") == "sum" and op_name(parts[0].target) in ("cross_entropy", "vocab_cross_entropy")
+    summed = (
+        bool(parts)
+        and parts[0].kwargs.get("reduction") == "sum"
+        and op_name(parts[0].target) in ("cross_entropy", "vocab_cross_entropy")
+    )
     reduced = parts and parts[0].target in CONVERSIONS and parts[0].args[0].kwargs.get("reduction") == "sum"
     if (summed or reduced) and parts[1] is model.inputs.get("num_targets"):
         yield "loss"

@@ -13,10 +13,10 @@ from shardc.sharding.canonical import keep_batch_and_sequence
 from shardc.sharding.factors import Dims
 from shardc.sharding.localise import localise
 from shardc.sharding.mark import mark, sharded_by_propagation
+from shardc.sharding.mesh import Mesh
 from shardc.sharding.propagate import propagate
 from shardc.sharding.prove import Certificate, ShardedParameter, prove
 from shardc.sharding.shard_map import shard_map_of
-from shardc.sharding.typing import Mesh
 
 
 @dataclass(slots=True)
@@ -46,7 +46,9 @@ def shard(captured: CapturedModel, roles: dict[str, Rule], *, tp: int, sequence_
     here: see `certificate`.
     """
     if sequence_parallel and tp == 1:
-        raise ShardcError("sequence parallelism shards the residual stream over tp, and tp is 1", "use --tp 2 or more with --sp")
+        raise ShardcError(
+            "sequence parallelism shards the residual stream over tp, and tp is 1", "use --tp 2 or more with --sp"
+        )
     table: dict[str, ShardedParameter] | None = None
     mesh = Mesh({"tp": 1})
     propagated: list[str] = []
@@ -63,14 +65,19 @@ def shard(captured: CapturedModel, roles: dict[str, Rule], *, tp: int, sequence_
             propagated = sharded_by_propagation(model, marks, roles, dims)
         elif table != found:
             name = next(n for n in table if table[n] != found[n])
-            raise ShardcError(f"{name}: laid out as {table[name]} in the plain graph, but as {found[name]} in the {variant.name} one", "mark its module `replicate`")
+            raise ShardcError(
+                f"{name}: laid out as {table[name]} in the plain graph, but as {found[name]} in the {variant.name} one",
+                "mark its module `replicate`",
+            )
     sharded = ShardedModel(captured.variants, table or {}, mesh, sequence_parallel, propagated=propagated)
     for model in sharded.variants.values():
         sharded.certificate.merge(prove(model, sharded.parameters, mesh))
     return sharded
 
 
-def _parameter_table(model: ModelGraph, dims: dict[str, Dims], partial: dict[str, list[str]], mesh: Mesh) -> dict[str, ShardedParameter]:
+def _parameter_table(
+    model: ModelGraph, dims: dict[str, Dims], partial: dict[str, list[str]], mesh: Mesh
+) -> dict[str, ShardedParameter]:
     layouts = of_instances(model, "layouts")
     table = {}
     for parameter in model.parameters.values():
@@ -80,7 +87,9 @@ def _parameter_table(model: ModelGraph, dims: dict[str, Dims], partial: dict[str
         axes = tuple(partial.get(parameter.name, ()))
         reduce = ("tp",) if axes == mesh.axes and axes else axes
         shard_map = shard_map_of(parameter.name, dims[parameter.name], own, mesh) if own else None
-        table[parameter.name] = ShardedParameter(parameter.name, parameter.shape, parameter.requires_grad, parameter.aliases, shard_map, reduce)
+        table[parameter.name] = ShardedParameter(
+            parameter.name, parameter.shape, parameter.requires_grad, parameter.aliases, shard_map, reduce
+        )
     return table
 
 

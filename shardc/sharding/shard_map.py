@@ -8,7 +8,7 @@ from math import prod
 from shardc.errors import ShardcError
 from shardc.sharding.factors import Dims, Factor, leaves
 from shardc.sharding.layout import Layout
-from shardc.sharding.typing import Mesh
+from shardc.sharding.mesh import Mesh
 
 
 def shard_map_of(name: str, dims: Dims, layouts: dict[str, Layout], mesh: Mesh) -> dict | None:
@@ -16,7 +16,9 @@ def shard_map_of(name: str, dims: Dims, layouts: dict[str, Layout], mesh: Mesh) 
     split = {axis: layout.factor for axis, layout in layouts.items() if layout.letter == "S"}
     if not split:
         return None
-    found = [(d, segments) for d, factors in enumerate(dims) if (segments := _segments(factors, split, mesh)) is not None]
+    found = [
+        (d, segments) for d, factors in enumerate(dims) if (segments := _segments(factors, split, mesh)) is not None
+    ]
     if len(found) != 1:
         raise ShardcError(f"{name}: {len(found)} of its dims would be sharded", "mark its module `replicate`")
     dim, segments = found[0]
@@ -50,17 +52,26 @@ def factors_of_shard_map(dims: Dims, shard_map: dict | None, mesh: Mesh) -> dict
     found = leaves(dims[shard_map["dim"]])
     pieces = found[0].segments if len(found) == 1 and found[0].segments is not None else [found]
     if len(pieces) != len(shard_map["segments"]):
-        raise ShardcError(f"a shard map has {len(shard_map['segments'])} segments where the dim has {len(pieces)}", "compile the plan again")
+        raise ShardcError(
+            f"a shard map has {len(shard_map['segments'])} segments where the dim has {len(pieces)}",
+            "compile the plan again",
+        )
     result: dict[str, Factor] = {}
     for piece, segment in zip(pieces, shard_map["segments"], strict=True):
         for index, name in segment["splits"]:
             outer = prod(segment["sizes"][:index])
             factor = _leaf_at(leaves(piece), outer, segment["sizes"][index])
             if factor is None:
-                raise ShardcError(f"a shard map splits {segment['sizes']} at {index}, which is no factor of the dim", "compile the plan again")
+                raise ShardcError(
+                    f"a shard map splits {segment['sizes']} at {index}, which is no factor of the dim",
+                    "compile the plan again",
+                )
             for axis in mesh.atomic(name):
                 if result.setdefault(axis, factor) is not factor:
-                    raise ShardcError(f"the segments of a shard map are split over {axis} along different factors", "compile the plan again")
+                    raise ShardcError(
+                        f"the segments of a shard map are split over {axis} along different factors",
+                        "compile the plan again",
+                    )
     return result
 
 

@@ -6,7 +6,6 @@ It infers nothing and inserts nothing: a graph types, or the operation that does
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from torch import fx
 
@@ -14,6 +13,7 @@ from shardc.capture.graph import op_name
 from shardc.capture.symbols import Axis
 from shardc.sharding.factors import Factor, contains, dim_of, is_whole_dim, leaves
 from shardc.sharding.layout import CONVERSIONS, I, Layout, P, R, sharded
+from shardc.sharding.mesh import Mesh
 from shardc.sharding.rules import argument, dims_of, rule_of, tensors
 
 
@@ -21,38 +21,14 @@ class Mismatch(Exception):
     """An operation whose operands' layouts do not fit it; the text says which and why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """The atomic axes of tp: ("tp",), or ("tp.kv", "tp.replica") where KV heads are replicated; their sizes."""
-
-    sizes: dict[str, int]
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return tuple(self.sizes)
-
-    def atomic(self, name: str) -> tuple[str, ...]:
-        """The atomic axes that a collective's axis covers."""
-        return self.axes if name == "tp" else (name,)
-
-    def name(self, axes: tuple[str, ...]) -> str:
-        """The shortest name for some atomic axes."""
-        return "tp" if axes == self.axes else axes[0]
-
-    @property
-    def total(self) -> int:
-        size = 1
-        for each in self.sizes.values():
-            size *= each
-        return size
-
-
 def _covers(node: fx.Node, position: int, axis: str, mesh: Mesh) -> bool:
     symbol = argument(node, position, "axis")
     return isinstance(symbol, Axis) and axis in mesh.atomic(symbol.name)
 
 
-def type_node(node: fx.Node, axis: str, mesh: Mesh, layouts: dict[fx.Node, Layout], copies: Collection[Factor] = ()) -> Layout:
+def type_node(
+    node: fx.Node, axis: str, mesh: Mesh, layouts: dict[fx.Node, Layout], copies: Collection[Factor] = ()
+) -> Layout:
     """The layout of a node's result (of every result, where there are several) on one atomic axis.
 
     layouts: of the operands. copies: factors of which each rank may make only its own part, where the operation makes

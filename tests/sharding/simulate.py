@@ -30,13 +30,13 @@ from shardc.capture.symbols import (
     Size,
     WhileTraining,
 )
+from shardc.sharding.mesh import Mesh
 from shardc.sharding.prove import ShardedParameter
-from shardc.sharding.typing import Mesh
 
 Ranks = list[Tensor]  # one tensor a rank
 
 
-# -- conversions on lists ------------------------------------------------------------------------------------------------
+# -- conversions on lists --------------------------------------------------------------------------------------------
 def _same(xs: Sequence[Tensor], dim: int) -> Ranks:
     return [x.clone() for x in xs]
 
@@ -92,7 +92,7 @@ def convert(function: Callable, xs: Sequence[Tensor], dim: int = 0) -> Ranks:
     return list(_Collective.apply(_ON_LISTS[function], dim, *xs))
 
 
-# -- ranks ---------------------------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------------------------
 def tp_ranks(mesh: Mesh) -> list[MeshAxis]:
     """The tp axis as each rank sees it."""
     sub_axes = {name.removeprefix("tp."): size for name, size in mesh.sizes.items()} if len(mesh.axes) > 1 else None
@@ -224,7 +224,7 @@ def block_body(model: ModelGraph, path: str) -> list[fx.Node]:
     ]
 
 
-# -- parameters ----------------------------------------------------------------------------------------------------------
+# -- parameters ------------------------------------------------------------------------------------------------------
 def shard_parameters(
     full: Mapping[str, Tensor], table: Mapping[str, ShardedParameter], ranks: Sequence[MeshAxis]
 ) -> dict[str, Ranks]:

@@ -3,4 +3,19 @@
 from shardc.sharding.rules import attention, dense, pointwise, reduce, shape
 from shardc.sharding.rules.registry import RULES, Rule, argument, dims_of, rule, rule_of, set_dims, shape_of, tensors
 
-__all__ = ["RULES", "Rule", "argument", "attention", "dense", "dims_of", "pointwise", "reduce", "rule", "rule_of", "set_dims", "shape", "shape_of", "tensors"]
+__all__ = [
+    "RULES",
+    "Rule",
+    "argument",
+    "attention",
+    "dense",
+    "dims_of",
+    "pointwise",
+    "reduce",
+    "rule",
+    "rule_of",
+    "set_dims",
+    "shape",
+    "shape_of",
+    "tensors",
+]

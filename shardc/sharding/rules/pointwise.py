@@ -23,7 +23,21 @@ def broadcast(node: fx.Node) -> None:
 # Linear in all operands together: a sum of partial sums is the partial sum of the sum.
 rule("add", "sub", linear="each")(broadcast)
 # Linear in each operand alone.
-rule("neg", "to", "float", "type_as", "contiguous", "clone", "detach", "half", "bfloat16", "double", "block_input", "block_output", linear="one")(broadcast)
+rule(
+    "neg",
+    "to",
+    "float",
+    "type_as",
+    "contiguous",
+    "clone",
+    "detach",
+    "half",
+    "bfloat16",
+    "double",
+    "block_input",
+    "block_output",
+    linear="one",
+)(broadcast)
 rule("mul", linear="one")(broadcast)
 rule("dropout", random=True)(broadcast)
 rule(

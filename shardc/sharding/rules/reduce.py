@@ -2,7 +2,6 @@
 
 from torch import fx
 
-from shardc.capture.graph import op_name
 from shardc.sharding.factors import Dims, new_dims_whole, require_whole, unify
 from shardc.sharding.rules.registry import argument, dims_of, rule, set_dims, shape_of, tensors
 

@@ -33,7 +33,9 @@ class Rule:
 RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str, summed: bool = False, linear: str = "", random: bool = False) -> Callable[[RelateDims], RelateDims]:
+def rule(
+    *names: str, summed: bool = False, linear: str = "", random: bool = False
+) -> Callable[[RelateDims], RelateDims]:
     """Register a function as the rule of the operations `names`; a second rule for one name is refused."""
 
     def register(relate: RelateDims) -> RelateDims:
@@ -50,7 +52,7 @@ def rule_of(node: fx.Node) -> Rule | None:
     return RULES.get(op_name(node.target))
 
 
-# -- what rules read and write -----------------------------------------------------------------------------------------
+# -- what rules read and write ---------------------------------------------------------------------------------------
 def dims_of(node: fx.Node) -> Dims:
     return node.meta["dims"]
 

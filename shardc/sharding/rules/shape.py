@@ -131,7 +131,12 @@ def _slice(node: fx.Node, factors: list, size: object, cut: slice, out: object) 
         return factors
     if out == 0:
         return new_dims_whole([out], node)[0]
-    if cut.step in (None, 1) and isinstance(size, int) and isinstance(out, int) and all(isinstance(e, int | None) for e in (cut.start, cut.stop)):
+    if (
+        cut.step in (None, 1)
+        and isinstance(size, int)
+        and isinstance(out, int)
+        and all(isinstance(e, int | None) for e in (cut.start, cut.stop))
+    ):
         start, stop, _ = cut.indices(size)
         sizes = [n for n in (start, stop - start, size - stop) if n]
         return segment(factors, sizes, node)[1 if start else 0]
@@ -217,4 +222,3 @@ def roll(node: fx.Node) -> None:
 def create(node: fx.Node) -> None:
     """A new tensor has dims of its own."""
     set_dims(node, [new_dim(size) for size in shape_of(node)])
-
