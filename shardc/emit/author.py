@@ -15,12 +15,13 @@ from shardc.capture.graph import Source
 class AuthorNames:
     """What one class's forward says.
 
-    arguments: in order. results: attribute -> targets of `x, y = self.attribute(...)`. lines: attribute -> first lines of
+    arguments: in order; required: those without a default. results: attribute -> targets of `x, y = self.attribute(...)`. lines: attribute -> first lines of
     the statements in which it is called. loops: for `for layer in self.layers: x = layer(x)`, layers -> ("layer", ("x",)).
     aliases: for `residual = hidden_states`, hidden_states -> ("residual",).
     """
 
     arguments: list[str] = field(default_factory=list)
+    required: list[str] = field(default_factory=list)
     results: dict[str, tuple[str, ...]] = field(default_factory=dict)
     lines: dict[str, set[int]] = field(default_factory=dict)
     loops: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
@@ -33,7 +34,9 @@ def names_in(module_class: type) -> AuthorNames:
     found = AuthorNames()
     try:
         forward = inspect.unwrap(module_class.forward)
-        found.arguments = [name for name in inspect.signature(forward).parameters if name != "self"]
+        parameters = {name: p for name, p in inspect.signature(forward).parameters.items() if name != "self"}
+        found.arguments = list(parameters)
+        found.required = [name for name, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
         code = forward.__code__
         function = _functions(code.co_filename).get(code.co_firstlineno)
     except (AttributeError, OSError, TypeError, SyntaxError, ValueError):

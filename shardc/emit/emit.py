@@ -11,7 +11,7 @@ import shardc.templates
 from shardc.capture import Variant
 from shardc.capture.graph import Call, ModelGraph
 from shardc.emit.body import BodyWriter
-from shardc.emit.classes import EmittedClass, Use
+from shardc.emit.classes import EmittedClass, Use, grouped
 from shardc.emit.flow import Flow
 from shardc.emit.frames import Frame, build_frames
 from shardc.emit.module import FileBuilder
@@ -50,13 +50,35 @@ def emit(
         uses_functional=any("F." in line for emitted in file.classes for line in emitted.forward) or any("F." in x for x in count),
         classes=[_class_text(emitted) for emitted in file.classes],
         count_targets=count,
-        stages=entries,
+        stages=wrap(f"STAGES = ({', '.join(entries)}{',' if len(entries) == 1 else ''})", 0),
     )
 
 
 def share_equal_stages(file: FileBuilder, uses: list[Use]) -> list[str]:
     """What STAGES holds; stages that differ only in the range of their layers become one class that takes the range."""
-    return [use.emitted.name for use in uses]
+    shared: dict[tuple, list[tuple[EmittedClass, range]]] = {}
+    for use in uses:
+        lists = {name: members for name, members in grouped(use.emitted.children).items() if isinstance(members, dict)}
+        if len(lists) != 1:
+            continue
+        ((container, members),) = lists.items()
+        indices = sorted(members)
+        kinds = {members[i].key() for i in indices}
+        if len(kinds) == 1 and indices[0] > 0:
+            others = tuple((path, child.key()) for path, child in use.emitted.children.items() if not path.startswith(container + "."))
+            key = (use.emitted.signature, use.emitted.forward, container, kinds.pop(), others, use.emitted.parameters, use.emitted.ties)
+            shared.setdefault(key, []).append((use.emitted, range(indices[0], indices[-1] + 1)))
+    entries = {use.emitted: use.emitted.name for use in uses}
+    for key, stages in shared.items():
+        if len(stages) < 2:
+            continue
+        first = stages[0][0]
+        first.layer_range = (key[2], stages[0][1])
+        for emitted, layers in stages:
+            entries[emitted] = f"partial({first.name}, layers=range({layers.start}, {layers.stop}))"
+            if emitted is not first:
+                file.classes.remove(emitted)
+    return [entries[use.emitted] for use in uses]
 
 
 @functools.cache
@@ -76,9 +98,6 @@ def wrap_import(names: list[str]) -> list[str]:
     line = f"from shardc.runtime import {', '.join(names)}"
     if len(line) <= WIDTH:
         return [line]
-    body = ", ".join(names)
-    if False and len(body) + 4 <= WIDTH:
-        return ["from shardc.runtime import (", f"    {body}", ")"]
     return ["from shardc.runtime import (", *(f"    {name}," for name in names), ")"]
 
 

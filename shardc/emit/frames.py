@@ -58,7 +58,9 @@ class Frame:
     results: list[fx.Node] = field(default_factory=list)
     random: bool = False
     parent: Frame | None = None
+    added_names: dict[fx.Node, str] = field(default_factory=dict)  # of formals that only show a size, dtype or device
     is_library: bool = False
+    rolls_single: bool = False  # a single layer is written as a loop too: stages of any number of layers read alike
     formal_names: list[str] = field(default_factory=list)
 
     def parameter(self, node: fx.Node) -> str | None:
@@ -78,7 +80,7 @@ class Frame:
         for key, name in self.call.argument_names.items():
             if self.flow.of(key) is node:
                 return name
-        return None
+        return self.added_names.get(node)
 
 
 class _Builder:

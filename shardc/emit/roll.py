@@ -64,11 +64,12 @@ def roll(frame: Frame) -> list[Unit]:
             readers.setdefault(node, []).append(item)
     for node in frame.results:
         readers.setdefault(node, []).append(None)
+    blocks = {path for paths in frame.flow.model.blocks.values() for path in paths}
     units: list[Unit] = []
     run: list[ChildCall] = []
 
     def close() -> None:
-        if len(run) > 1:
+        if len(run) > 1 or (run and frame.rolls_single and run[0].path in blocks):
             container, first = split_index(run[0].path)
             units.append(Loop(container, first, list(run), _carried(run)))
         else:

@@ -9,6 +9,7 @@ from torch import fx
 
 from shardc.capture.graph import op_name
 from shardc.capture.symbols import DEVICE, DTYPE_MIN, MODEL_DTYPE, ShardSize, Size
+from shardc.emit.author import names_in
 from shardc.emit.flow import Flow, value_of
 from shardc.emit.frames import ChildCall, Frame, Op, actual_of, order_formals
 from shardc.errors import ShardcError
@@ -112,6 +113,11 @@ def _pass_down(frame: Frame, value: fx.Node) -> None:
     """Make `value` a formal of the frame, and of its callers up to the one that makes it."""
     if value in frame.formals:
         return
+    if frame.argument_name(value) is None:
+        taken = {*(frame.argument_name(node) for node in frame.formals), *frame.call.options}
+        free = [name for name in names_in(frame.call.module_class).required if name not in taken]
+        if free and frame.parent is not None and value_of(value).dtype is MODEL_DTYPE:
+            frame.added_names[value] = free[0]
     frame.formals = order_formals(frame, [*frame.formals, value])
     if frame.parent is None:
         return

@@ -77,6 +77,7 @@ class StageBuilder:
             outputs = {name: node for name, node in graph.outputs.items() if name != "count"}
             flow = Flow(graph, outputs)
             root = build_frames(flow, inlined)
+            root.rolls_single = bool(inlined)
             add_missing_sources(root)
             namer = Namer(flow)
             _name_all(root, namer)

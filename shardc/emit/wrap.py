@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 WIDTH = 120
-_ONE_CALL = re.compile(r"(return |def |[\w., ]+ = )?[\w.]+[(\[{]")
+_ONE_CALL = re.compile(r"(return |def |[\w., ]+ = )?[\w.]*[(\[{]")
 _OPEN, _CLOSE = "([{", ")]}"
 
 
@@ -20,7 +20,8 @@ def wrap(line: str, indent: int) -> list[str]:
     head, body, tail = line[: start + 1], line[start + 1 : -1], line[-1]
     if not _ONE_CALL.fullmatch(head):
         return [pad + line]
-    if len(body) + indent + 4 <= WIDTH:
+    is_call = len(head) > 1 and (head[-2].isalnum() or head[-2] == "_")
+    if is_call and len(body) + indent + 4 <= WIDTH:
         return [pad + head, f"{pad}    {body}", pad + tail]
     return [pad + head, *(f"{pad}    {part}," for part in split_arguments(body)), pad + tail]
 
