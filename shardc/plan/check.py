@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shardc.errors import ShardcError
+from shardc.plan.refuted import Refuted
 
 if TYPE_CHECKING:
+    from torch import Tensor, fx
+
     from shardc.capture import ModelGraph, Variant
     from shardc.plan.folder import PlanFolder
     from shardc.runtime.plan import Plan
@@ -25,7 +32,7 @@ def load_plan(folder: str | Path) -> Plan:
 def _prove_edit(folder: Path, data: dict[str, Any]) -> None:
     certificate = check_folder(folder)
     if certificate.findings:
-        raise ShardcError(f"{folder}: refuted: {certificate.findings[0]}", "undo the edit, or compile the plan again")
+        raise Refuted(certificate, f"undo the edit of {folder}, or compile the plan again")
 
 
 def check_folder(folder: str | Path, progress: Callable[[str], None] | None = None) -> Certificate:
@@ -71,7 +78,7 @@ def _check(plan: PlanFolder, progress: Callable[[str], None]) -> Certificate:
         certificate.merge(prove(graph, parameters, mesh))
     if certificate.findings:
         return certificate
-    progress("prove the stages")
+    progress("prove stages, schedule and source")
     localise_model(ShardedModel(graphs, parameters, mesh, data["mesh"]["sequence_parallel"]))
     stages = cut_variants(graphs, [stage["first_block"] for stage in data["stages"][1:]])
     for name, obligation in OBLIGATIONS.items():
@@ -162,8 +169,83 @@ def _schedule(plan: PlanFolder, stages: Stages) -> Checked:
         yield _finding("schedule", "schedule.json", error.problem)
 
 
+def _source(plan: PlanFolder, stages: Stages) -> Checked:
+    """Source: model.py, traced again in both dtypes, in training and in evaluation, computes what the graphs say."""
+    from shardc.emit.compare import compare
+    from shardc.runtime.mesh import MeshAxis
+
+    mesh = plan.data["mesh"]
+    axis = MeshAxis.abstract("tp", mesh["tp"], sub_axes=mesh["sub_axes"])
+    sizes = {"tp": mesh["tp"]} | {f"tp.{name}": size for name, size in (mesh["sub_axes"] or {}).items()}
+    try:
+        source = import_source(plan.path / "model.py")
+        for index, stage in enumerate(stages):
+            make = functools.partial(source.STAGES[index], axis)
+            compare(make, stage, window=plan.data["graphs"]["window"], axis_sizes=sizes)
+            yield f"stage {index}"
+        yield from _count(source, stages)
+    except ShardcError as error:
+        yield _finding("source", "model.py", error.problem)
+    except Exception as error:  # of the file itself, which may do anything
+        yield _finding("source", "model.py", f"cannot be run: {type(error).__name__}: {error}")
+
+
+def _count(source: ModuleType, stages: Stages) -> Checked:
+    """`count_targets` gives the graph's count, on labels of several shapes with some of them ignored."""
+    import torch
+
+    for graph in stages[-1].values():
+        for rows, length in ((1, 2), (3, 7), (2, 16)):
+            labels = torch.randint(0, 5, (rows, length), generator=torch.Generator().manual_seed(length))
+            labels[labels == 0] = -100
+            expected = evaluate(graph.outputs["count"], {"labels": labels})
+            found = source.count_targets(labels)
+            if int(found) != int(expected):
+                what = f"count_targets gives {int(found)} targets where the loss has {int(expected)}"
+                yield _finding("source", "model.py", what)
+            else:
+                yield "count_targets"
+
+
+def evaluate(wanted: fx.Node, inputs: dict[str, Tensor]) -> Tensor:
+    """The value of a node that follows from the inputs alone, on the CPU; inputs are rows of one length."""
+    from torch.fx.node import Node, map_aggregate
+
+    from shardc.capture.symbols import DEVICE, Size
+
+    rows, length = next(iter(inputs.values())).shape
+    known: dict[fx.Node, Any] = {}
+
+    def load(item: Any) -> Any:
+        if item is DEVICE:
+            return "cpu"
+        if isinstance(item, Size):
+            return item.at(rows, length)
+        return value(item) if isinstance(item, Node) else item
+
+    def value(node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return inputs[node.target]
+        if node not in known:
+            args, kwargs = map_aggregate((node.args, dict(node.kwargs)), load)
+            known[node] = node.target(*args, **kwargs)
+        return known[node]
+
+    return value(wanted)
+
+
+def import_source(path: Path) -> ModuleType:
+    """Import an emitted file, under a name of its own."""
+    spec = importlib.util.spec_from_file_location("shardc_checked_plan", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 OBLIGATIONS: dict[str, Callable[[PlanFolder, Stages], Checked]] = {
     "stages": _boundaries,
     "ties": _ties,
     "schedule": _schedule,
+    "source": _source,
 }

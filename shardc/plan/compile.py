@@ -19,6 +19,7 @@ from shardc.pipeline.schedule import Schedule
 from shardc.pipeline.schedule_check import check_schedule
 from shardc.pipeline.schedules import build_schedule
 from shardc.plan.graph_json import graphs_to_json
+from shardc.plan.refuted import Refuted
 from shardc.plan.window import attention_window
 from shardc.policy import AUTO, Policy, Rule, find_blocks, load_policy, match, policy_for
 from shardc.policy.types import LEAVES
@@ -26,10 +27,6 @@ from shardc.sharding.shard import ShardedModel, localise_model, shard
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 Progress = Callable[[str], None]
-
-
-class Refuted(ShardcError):
-    """A plan that does not compute what the model computes: it is never written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +108,9 @@ def compile_plan(
     costs = run("balance", measure_costs, captured.plain, blocks)
     cuts = run("balance", _choose_cuts, chosen, costs, pp)
     sharded = run("shard and prove", shard, captured, roles, tp=tp, sequence_parallel=sp)
-    refuse_refuted(sharded)
-    graphs = run("keep graphs", graphs_to_json, sharded.variants)
+    if sharded.certificate.findings:
+        raise Refuted(sharded.certificate, "nothing was written; change the policy")
+    graphs = run("keep graphs", graphs_to_json, sharded.variants) | {"window": captured.window}
     run("localise", localise_model, sharded)
     first_blocks = [[*costs.blocks][i] for i in cuts]
     stages = run("cut", cut_variants, sharded.variants, first_blocks)
@@ -180,15 +178,6 @@ def _choose_cuts(policy: Policy, costs: Costs, pp: int) -> list[int]:
     if policy.cuts == AUTO:
         return choose_cuts(costs, pp)
     return check_cuts(policy.cuts, len(costs.blocks), pp, policy.place)
-
-
-def refuse_refuted(sharded: ShardedModel) -> None:
-    """Raises Refuted with all findings if the proof failed."""
-    findings = sharded.certificate.findings
-    if findings:
-        lines = list(dict.fromkeys(map(str, findings)))
-        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
-        raise Refuted(f"refuted: {lines[0]}{more}", "the plan was not written; change the policy")
 
 
 def cut_variants(variants: dict[Variant, ModelGraph], first_blocks: list[str]) -> list[dict[Variant, ModelGraph]]:

@@ -16,7 +16,7 @@ from shardc.capture import ModelGraph, Parameter, Value, Variant
 from shardc.capture.symbols import MODEL_DTYPE, Dim, DType
 from shardc.errors import ShardcError
 from shardc.pipeline.balance import SEQUENCE
-from shardc.pipeline.schedule_check import simulate
+from shardc.pipeline.schedule_check import peak_alive, simulate
 from shardc.plan.compile import CompiledPlan
 from shardc.policy import policy_to_dict
 from shardc.sharding.prove import OBLIGATIONS, Certificate, ShardedParameter
@@ -200,16 +200,25 @@ def stage_classes(text: str) -> list[str]:
 
 # -- estimates and certificate -----------------------------------------------------------------------------------------
 def _estimates(plan: CompiledPlan, parameters: dict[str, Any]) -> dict[str, Any]:
-    """What a rank of each stage holds and does; FLOPs forward and backward of a token in a row of `sequence` tokens."""
+    """What a rank of each stage holds and does; FLOPs forward and backward of a token in a row of `sequence` tokens.
+
+    microbatches_alive: how many have passed forward and not yet backward, at most."""
     itemsize = getattr(torch, plan.settings.dtype).itemsize
     cuts = [[*plan.costs.blocks].index(path) for path in plan.first_blocks]
     flops = plan.costs.of_stages(cuts)
     stages = []
-    for stage, of_all_ranks in zip(plan.stages, flops, strict=True):
+    alive = peak_alive(plan.schedule)
+    for stage, of_all_ranks, microbatches in zip(plan.stages, flops, alive, strict=True):
         local = {name: p for graph in stage.values() for name, p in graph.parameters.items()}
         count = sum(prod(map(_part, p.shape)) for p in local.values() if not p.is_buffer)
-        share = of_all_ranks // plan.settings.tp
-        stages.append({"parameters": count, "parameter_bytes": count * itemsize, "flops_per_token": share})
+        stages.append(
+            {
+                "parameters": count,
+                "parameter_bytes": count * itemsize,
+                "flops_per_token": of_all_ranks // plan.settings.tp,
+                "microbatches_alive": microbatches,
+            }
+        )
     seconds = [float(max(1, f)) for f in flops]
     step = simulate(plan.schedule, [s / 3 for s in seconds], [2 * s / 3 for s in seconds])
     return {

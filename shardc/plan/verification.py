@@ -25,6 +25,7 @@ from shardc.models import ModelSource, reduced_config, resolve, source_from_conf
 from shardc.plan.check import check_folder
 from shardc.plan.compile import choose_policy, compile_plan
 from shardc.plan.folder import CONFIG, PLAN, read_folder, write_plan
+from shardc.plan.refuted import Refuted
 from shardc.policy import AUTO, Policy, Rule
 
 RELATIVE = 1e-5  # a gradient's error, against the largest element of its reference
@@ -136,7 +137,7 @@ def _of_folder(folder: Path, note: Progress) -> _Task:
     """The task of a plan: proved first, then its model reduced, with its policy and layout."""
     certificate = check_folder(folder, note)
     if certificate.findings:
-        raise ShardcError(f"{folder}: refuted: {certificate.findings[0]}", f"see shardc check {folder}")
+        raise Refuted(certificate, f"nothing was run; see shardc check {folder}")
     plan = read_folder(folder)
     mesh = plan.data["mesh"]
     options = {
