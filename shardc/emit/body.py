@@ -16,8 +16,11 @@ from shardc.emit.frames import ChildCall, Frame, Op
 from shardc.emit.names import Namer, is_usable, loop_variable, unused
 from shardc.emit.author import names_in
 from shardc.emit.roll import Loop, Unit, index_condition, roll
-from shardc.emit.sources import Need, gives, needs_of, parts_of
+from shardc.emit.sources import Need, gathered, gives, may_be_missing, needs_of, parts_of
+from shardc.emit.wrap import WIDTH
 
+
+_WIDTH = WIDTH - 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class BodyWriter:
     """Writes one frame. formal_lists: for the path of each child, all formals of its class, in order.
 
     none_text: (child path, formal) -> what other variants pass there, for formals that this variant does not have.
-    common: formals that all variants have. width: of a line, without indentation.
+    common: formals that all variants have. too_wide: lines that did not fit into the page where they ended up.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class BodyWriter:
         containers: dict[str, range],
         reserved: frozenset[str],
         common: frozenset[str],
-        width: int,
+        too_wide: frozenset[str],
     ):
         self.frame = frame
         self.flow = frame.flow
@@ -70,7 +73,7 @@ class BodyWriter:
         self.containers = containers
         self.reserved = reserved
         self.common = common
-        self.width = width
+        self.too_wide = too_wide
         self.units = roll(frame)
         self.wishes: dict[fx.Node, str] = {}
         self.kept_none: set[str] = set()  # names that have to stay None in this variant
@@ -155,9 +158,10 @@ class BodyWriter:
             self.last_use[node] = max(self.last_use.get(node, 0), i)
         real = dict(self.last_use)
         pairs = zip(self.frame.formals, self.frame.formal_names, strict=True)
-        formals = [node for node, name in pairs if name in self.common]  # other variants have to read the same
+        # Other variants have to read the same; a run without labels reads none of them.
+        formals = [node for node, name in pairs if name in self.common and not may_be_missing(node)]
         named = list(formals)
-        rest = [node for node in self.frame.formals if node not in formals]
+        rest = [node for node in self.frame.formals if node not in formals and not may_be_missing(node)]
         inside: list[fx.Node] = []
         for i, statement in enumerate(self.statements):
             leaves = [node for unit in statement.units for node in unit.operands if node not in self.folded]
@@ -168,22 +172,26 @@ class BodyWriter:
                 for need in needs_of(self.flow, unit.node):
                     live = [x for x in named if real.get(x, -1) >= i]
                     nearest = [*formals, *live] if need == "dtype" else [*live, *formals]
-                    order = [*own, *leaves, *nearest, *reversed(named), *rest]
+                    shards = [x for x in formals if gathered(need, x)]
+                    if shards and not any(gives(x, need) for x in (*own, *leaves, *formals)):
+                        order = [*own, *leaves, *shards]  # write what every variant can
+                    else:
+                        order = [*own, *leaves, *nearest, *reversed(named), *rest]
                     if not self._pick(unit.node, need, order, i):
                         parameters = [x for x in leaves if x.op == "get_attr"]
                         if need == "dtype" and self._pick(unit.node, need, parameters, i, parameters_too=True):
                             continue
-                        hidden = [x for x in inside if any(gives(x, part) for part in parts_of(need))]
-                        hidden += [x for u in statement.units for x in u.outputs if u is not unit and x in self.folded]
-                        return next(x for x in hidden if any(gives(x, part) for part in parts_of(need)))
+                        hidden = [*inside, *(x for u in statement.units for x in u.outputs if x in self.folded)]
+                        return next(x for x in hidden for part in parts_of(need) if gives(x, part) or gathered(part, x))
             for unit in statement.units:
                 inside.extend(x for x in unit.outputs if x in self.folded)
             named.extend(statement.root.outputs)
         return None
 
     def _pick(self, node: fx.Node, need: Need, order: list[fx.Node], i: int, parameters_too: bool = False) -> bool:
+        order = [x for x in order if parameters_too or x.op != "get_attr"]
         for part in [need] if any(gives(x, need) for x in order) else parts_of(need):
-            chosen = next((x for x in order if gives(x, part) and (parameters_too or x.op != "get_attr")), None)
+            chosen = next((x for x in order if gives(x, part)), None) or next((x for x in order if gathered(part, x)), None)
             if chosen is None:
                 return False
             self.source[node, part] = chosen
@@ -202,7 +210,7 @@ class BodyWriter:
 
     def _assign(self, node: fx.Node, wish: str | None = None) -> str:
         """A name for a new value: the wished one, unless what has it is still needed."""
-        name = wish or self.wishes.get(node) or self.namer.hint(node)
+        name = wish or self.wishes.get(node) or self._converted_name(node) or self.namer.hint(node)
         name = name + "_" if name in self.reserved else name
         if name in self.kept_none and name not in self.frame.formal_names:
             name = unused(name, self.kept_none | {n for n, held in self.holder.items() if self._is_live(held)})
@@ -215,6 +223,12 @@ class BodyWriter:
             self.attribute_names[old] = dtype
             self.holder[dtype] = old
         return self._bind(node, name)
+
+    def _converted_name(self, node: fx.Node) -> str | None:
+        """A conversion between layouts keeps the name of what it converts."""
+        if not getattr(node.target, "__module__", "").startswith("shardc.runtime.collectives"):
+            return None
+        return self.name_of.get(self.flow.args(node)[0])
 
     def _make_room(self, old: fx.Node, name: str) -> str:
         """Where the author has `residual = hidden_states`, so has the emitted code; else the new value gets a number."""
@@ -275,9 +289,14 @@ class BodyWriter:
     def _size(self, size: Size | ShardSize) -> Text:
         node = self.printing
         whole = self.source.get((node, size))
-        if whole is not None:
+        if whole is not None and gives(whole, size):
             dim = value_of(whole).shape.index(size)
             return Text(f"{self._named(whole)}.shape[{dim}]", ATOM)
+        if whole is not None:
+            axis = gathered(size, whole)
+            self.printer.axes.add(axis)
+            dim = value_of(whole).shape.index(ShardSize(size, axis))
+            return Text(f"{self._named(whole)}.shape[{dim}] * self.{axis}.size", PRODUCT)
         factors = [self._size(part) for part in parts_of(size)]
         assert isinstance(size, Size) and factors
         text = " * ".join([str(size.coefficient)] * (size.coefficient != 1) + [factor.text for factor in factors])
@@ -369,7 +388,7 @@ class BodyWriter:
     def _too_long(self, line: str, statement: Statement) -> fx.Node | None:
         """The longest folded part of a line that is too long."""
         folded = [unit for unit in statement.units if unit is not statement.root]
-        if len(line) <= self.width or not folded:
+        if not folded or (len(line) <= _WIDTH and line not in self.too_wide):
             return None
         return max(folded, key=lambda unit: len(self._unit(unit).text)).outputs[0]
 
@@ -421,7 +440,7 @@ class BodyWriter:
             condition = index_condition(chosen, indices)
             merged = [a if a == b else f"{a} if {condition} else {b}" for a, b in zip(first, second, strict=True)]
             line = f"    {target} = {variable}({', '.join(merged)})"
-            if sum(a != b for a, b in zip(first, second, strict=True)) == 1 and len(line) <= self.width:
+            if sum(a != b for a, b in zip(first, second, strict=True)) == 1 and len(line) <= _WIDTH - 8:
                 return [line]
         lines = []
         for k, (arguments, chosen) in enumerate(kinds):

@@ -124,7 +124,7 @@ def _count_targets(stage: dict[Variant, ModelGraph]) -> list[str]:
     flow = Flow(graph, {"count": graph.outputs["count"]})
     frame = build_frames(flow, frozenset(path for path in graph.module_classes if path))
     frame = _without_module(frame)
-    writer = BodyWriter(frame, Namer(flow), {}, ["labels"], {}, {}, frozenset(), frozenset(frame.formal_names), 112)
+    writer = BodyWriter(frame, Namer(flow), {}, ["labels"], {}, {}, frozenset(), frozenset(frame.formal_names), frozenset())
     body = writer.write()
     return [part for line in body.lines for text in line.text for part in wrap(text, 4)]
 

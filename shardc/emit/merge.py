@@ -33,18 +33,20 @@ class Test:
     holds: frozenset[CallKey]
     flag: str | None = None
     cost: int = 0
+    axis: str | None = None  # a mesh axis that the text reads
 
 
 @dataclass(slots=True)
 class Merged:
-    """The forward's lines, and the flags (`packed`) that it reads."""
+    """The forward's lines, the flags (`packed`) and the mesh axes that its tests read."""
 
     lines: list[str]
     flags: set[str] = field(default_factory=set)
+    axes: set[str] = field(default_factory=set)
 
     @property
-    def is_too_wide(self) -> bool:
-        return any(len(line) > WIDTH for line in self.lines)
+    def too_wide(self) -> frozenset[str]:
+        return frozenset(line.strip() for line in self.lines if len(line) > WIDTH)
 
 
 class _Inseparable(Exception):
@@ -179,8 +181,9 @@ class Merger:
                     merged.lines.extend(wrap(text.lstrip(), indent + len(text) - len(text.lstrip())))
                 continue
             for flag in self.flags:
-                if flag.text == part.test and flag.flag:
-                    merged.flags.add(flag.flag)
+                if flag.text == part.test:
+                    merged.flags |= {flag.flag} - {None}
+                    merged.axes |= {flag.axis} - {None}
             then, otherwise, test = part.then, part.otherwise, part.test
             if not then or (_is_branch(then) and otherwise and not _is_branch(otherwise)):
                 then, otherwise, test = otherwise, then, part.negated

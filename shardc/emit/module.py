@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardc.capture import Variant
-from shardc.capture.symbols import S
+from shardc.capture.symbols import S, ShardSize
 from shardc.emit.author import names_in
 from shardc.emit.body import Body, BodyWriter, Finish
 from shardc.emit.classes import EmittedClass, OwnParameter, Use, grouped
@@ -15,7 +15,7 @@ from shardc.emit.library import library_layer
 from shardc.emit.expressions import literal
 from shardc.emit.merge import Merged, Merger, Test, branch_on
 from shardc.emit.names import Namer, is_usable, name_formals
-from shardc.emit.sources import gives
+from shardc.emit.sources import gathered, may_be_missing
 from shardc.emit.variants import CallKey
 
 Frames = Mapping[CallKey, Frame]
@@ -101,15 +101,17 @@ class FileBuilder:
         }
         first = next(iter(frames.values()))
         flags = [*self._flags(frames, formals), *tests]
-        for width in _LINE_WIDTHS:
-            bodies = self._bodies(frames, namers, formal_lists, formals, containers, finishes or {}, width)
+        too_wide: frozenset[str] = frozenset()
+        while True:
+            bodies = self._bodies(frames, namers, formal_lists, formals, containers, finishes or {}, too_wide)
             absent = {v: body.absent for v, body in bodies.items()}
             nones = {v: set(body.none_names) for v, body in bodies.items()}
             merger = Merger(absent, nones, formals, flags, first.path or first.call.class_name)
             merged = merger.merge({v: body.lines for v, body in bodies.items()})
-            if not merged.is_too_wide:
+            if merged.too_wide <= too_wide:
                 break
-        axes = {axis for body in bodies.values() for axis in body.axes}
+            too_wide |= merged.too_wide
+        axes = {axis for body in bodies.values() for axis in body.axes} | merged.axes
         for body in bodies.values():
             self.functions |= body.functions
         needs_packed = "packed" in merged.flags or any("packed" in names for names in formal_lists.values())
@@ -125,7 +127,7 @@ class FileBuilder:
         formals: list[str],
         containers: dict[str, range],
         finishes: Mapping[CallKey, Finish],
-        width: int,
+        too_wide: frozenset[str],
     ) -> dict[CallKey, Body]:
         none_text: dict[tuple[str, str], str] = {}
         common = frozenset.intersection(*(frozenset(frame.formal_names) for frame in frames.values()))
@@ -141,7 +143,7 @@ class FileBuilder:
                 containers,
                 RUNTIME_FUNCTIONS,
                 common,
-                width,
+                too_wide,
             )
             bodies[key] = writer.write(finishes.get(key))
         return {v: bodies[v] for v in frames}
@@ -149,16 +151,10 @@ class FileBuilder:
     def _flags(self, frames: Frames, formals: Sequence[str]) -> list[Test]:
         variants = list(frames)
         tests = [branch_on("packed", lambda key: key.variant.packed, variants, "not packed", flag="packed", cost=1)]
-        if self.window is not None:
-            for name in formals:
-                nodes = [dict(zip(f.formal_names, f.formals, strict=True)).get(name) for f in frames.values()]
-                if all(node is not None and gives(node, S) for node in nodes):
-                    dims = {node.meta["value"].shape.index(S) for node in nodes}
-                    if len(dims) == 1:
-                        size = f"{name}.shape[{dims.pop()}]"
-                        text, negated = f"{size} >= {self.window}", f"{size} < {self.window}"
-                        tests.append(branch_on(text, lambda key: key.variant.long, variants, negated, cost=1))
-                        break
+        size = None if self.window is None else _sequence_length(frames, formals)
+        if size is not None:
+            text, negated = f"{size[0]} >= {self.window}", f"{size[0]} < {self.window}"
+            tests.append(branch_on(text, lambda key: key.variant.long, variants, negated, cost=1, axis=size[1]))
         return tests
 
     # -- classes -----------------------------------------------------------------------------------------------------
@@ -187,6 +183,22 @@ class FileBuilder:
         return Use(forward.formals, emitted, shapes, makes=makes)
 
 
+def _sequence_length(frames: Frames, formals: Sequence[str]) -> tuple[str, str | None] | None:
+    """(`input_ids.shape[1]`, axis) from an argument that all variants have; the axis where it shows only a shard."""
+    scopes = [dict(zip(frame.formal_names, frame.formals, strict=True)) for frame in frames.values()]
+    for whole in (True, False):
+        for name in formals:
+            nodes = [scope.get(name) for scope in scopes]
+            if any(node is None or may_be_missing(node) for node in nodes):
+                continue
+            axis = None if whole else gathered(S, nodes[0])
+            dim = S if whole else ShardSize(S, axis or "")
+            found = {node.meta["value"].shape.index(dim) if dim in node.meta["value"].shape else None for node in nodes}
+            if len(found) == 1 and None not in found:
+                return f"{name}.shape[{found.pop()}]" + (f" * self.{axis}.size" if axis else ""), axis
+    return None
+
+
 def _call_tests(items: Mapping[CallKey, ChildCall]) -> list[Test]:
     """Tests between the calls of one module: on a plain argument of the author's, or on the number of the call."""
     options = {key: item.frame.call.options for key, item in items.items()}
@@ -202,8 +214,6 @@ def _call_tests(items: Mapping[CallKey, ChildCall]) -> list[Test]:
         tests.append(branch_on(test, lambda key, value=value: values[key] == value, list(items), f"{name} != {value}", flag=name))
     return tests
 
-
-_LINE_WIDTHS = (112, 108, 104, 100, 90, 80)
 
 RUNTIME_FUNCTIONS = frozenset(
     (

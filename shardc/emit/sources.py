@@ -59,9 +59,21 @@ def parts_of(need: Need) -> list[Need]:
     return [need]
 
 
+def gathered(need: Need, node: fx.Node) -> str | None:
+    """The axis over which the tensor's dim has to be multiplied to give the need: S from S/tp, which is always even."""
+    value = value_of(node)
+    dims = value.shape if value is not None else ()
+    return next((dim.axis for dim in dims if isinstance(dim, ShardSize) and dim.size == need), None)
+
+
+def may_be_missing(node: fx.Node) -> bool:
+    """Whether the tensor is None in a run that only wants logits."""
+    return node.op == "placeholder" and node.target in ("labels", "num_targets")
+
+
 def is_met(need: Need, visible: Iterable[fx.Node]) -> bool:
     visible = list(visible)
-    return any(gives(x, need) for x in visible) or (
+    return any(gathered(need, x) for x in visible) or any(gives(x, need) for x in visible) or (
         parts_of(need) != [need] and all(any(gives(x, part) for x in visible) for part in parts_of(need))
     )
 
@@ -72,11 +84,14 @@ def add_missing_sources(root: Frame) -> None:
         here = list(frame.formals)
         for item in frame.items:
             if isinstance(item, Op):
+                scope = [x for x in here if not may_be_missing(x)] + item.operands
                 for need in needs_of(frame.flow, item.node):
-                    parameters = [x for x in frame.flow.nodes if x.op == "get_attr" and frame.parameter(x)] if need == "dtype" else []
-                    for part in [need] if is_met(need, here + parameters) else parts_of(need):
-                        if not is_met(part, here + parameters):
+                    if need == "dtype":
+                        scope += [x for x in frame.flow.nodes if x.op == "get_attr" and frame.parameter(x)]
+                    for part in [need] if is_met(need, scope) else parts_of(need):
+                        if not is_met(part, scope):
                             here.append(_add_formal(frame, part, visible))
+                            scope.append(here[-1])
             here.extend(item.outputs)
 
 
@@ -97,9 +112,9 @@ def _frames_with_scope(frame: Frame) -> Iterable[tuple[Frame, list[fx.Node]]]:
 def _add_formal(frame: Frame, need: Need, visible: list[fx.Node]) -> fx.Node:
     named = [frame.flow.of(node) for node in frame.call.argument_names]
     in_scope = set(visible)
-    chosen = next((x for x in [*(n for n in named if n in in_scope), *visible] if gives(x, need)), None)
-    if chosen is None and frame.parent is not None:
-        chosen = next((x for x in frame.flow.model.inputs.values() if gives(x, need)), None)
+    inputs = frame.flow.model.inputs.values()
+    order = [x for x in (*(n for n in named if n in in_scope), *visible, *inputs) if not may_be_missing(x)]
+    chosen = next((x for x in order if gives(x, need)), None) or next((x for x in order if gathered(need, x)), None)
     if chosen is None:
         raise ShardcError(
             f"{frame.path or 'the model'}: no tensor in scope shows {need}, which the emitted code has to write",
