@@ -27,11 +27,12 @@ class Batch:
     rows: int
     length: int
     true_length: int
+    packed: bool | None = None  # None where the plan does not ask
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors.items()}
-        return Batch(moved, self.rows, self.length, self.true_length)
+        return Batch(moved, self.rows, self.length, self.true_length, self.packed)
 
     def split(self, count: int) -> list[Batch]:
         """At most `count` micro-batches of rows, none empty, the first ones a row longer where it does not divide.
@@ -42,7 +43,7 @@ class Batch:
         for rows in torch.arange(self.rows, device="cpu").tensor_split(count):
             first, num = int(rows[0]), len(rows)
             tensors = {name: _rows(tensor, first, num, self.rows) for name, tensor in self.tensors.items()}
-            parts.append(Batch(tensors, num, self.length, self.true_length))
+            parts.append(Batch(tensors, num, self.length, self.true_length, self.packed))
         return parts
 
 
@@ -70,12 +71,27 @@ def prepare_batch(inputs: Mapping[str, Any], spec: PlanSpec) -> Batch:
                 f"{spec.model}: {name} has {value.shape[0]} rows, the batch has {rows}",
                 "give every input the same rows",
             )
+    if length < spec.shortest_sequence:
+        raise ShardcError(
+            f"{spec.model}: a sequence of {length} tokens; the plan holds from {spec.shortest_sequence} tokens on",
+            "give longer sequences, or pad them with an attention_mask",
+        )
+    packed = _is_packed(tensors, spec)
     for guard in spec.guards:
-        if guard.input in tensors and bool(tensors[guard.input].all()):
+        if guard.kind == "drop" and guard.input in tensors and bool(tensors[guard.input].all()):
             del tensors[guard.input]
     padded_length = -(-length // spec.tp) * spec.tp if spec.pad_sequence else length
     padded = {name: _pad(name, value, length, padded_length) for name, value in tensors.items()}
-    return Batch(padded, rows, padded_length, length)
+    return Batch(padded, rows, padded_length, length, packed)
+
+
+def _is_packed(tensors: Mapping[str, Tensor], spec: PlanSpec) -> bool | None:
+    """Whether rows hold several sequences. A given mask, even of ones, says that they do not, as in transformers."""
+    guard = next((guard for guard in spec.guards if guard.kind == "packed"), None)
+    if guard is None:
+        return None
+    positions = tensors.get(guard.input)
+    return positions is not None and "attention_mask" not in tensors and bool((positions.diff(dim=-1) != 1).any())
 
 
 def check_same_batch(batch: Batch, spec: PlanSpec, mesh: Mesh) -> None:

@@ -68,6 +68,11 @@ class MeshAxis:
         start = coord * length + min(coord, extra)
         return start, start + length + (coord < extra)
 
+    def shard_size(self, size: int) -> int:
+        """How many of a dim's `size` elements this rank holds."""
+        start, end = self.bounds(size)
+        return end - start
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:

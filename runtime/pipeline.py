@@ -54,9 +54,11 @@ class Pipeline:
         return [call.results[index] for index in sorted(call.results)]
 
 
-def stage_inputs(spec: StageSpec, batch: Batch, num_targets: Tensor | None) -> dict[str, Tensor | None]:
+def stage_inputs(spec: StageSpec, batch: Batch, num_targets: Tensor | None) -> dict[str, Tensor | bool | None]:
     """Keywords that a stage takes from the batch; the last stage also gets num_targets."""
-    inputs: dict[str, Tensor | None] = {name: batch.tensors.get(name) for name in spec.batch}
+    inputs: dict[str, Tensor | bool | None] = {name: batch.tensors.get(name) for name in spec.batch}
+    if batch.packed is not None:
+        inputs["packed"] = batch.packed
     if spec.logits is not None:
         inputs["num_targets"] = num_targets
     return inputs

@@ -74,9 +74,14 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A batch input that is left out when all its elements are true: a mask that masks nothing."""
+    """A question about a batch input, answered once a batch on the CPU.
+
+    kind "drop": the input is left out when all its elements are true, a mask that masks nothing. "packed": the stages
+    are told by `packed=True` that positions restart inside a row and no mask is given, so rows hold several sequences.
+    """
 
     input: str
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,7 @@ class PlanSpec:
     ties: tuple[Tie, ...]
     stages: tuple[StageSpec, ...]
     guards: tuple[Guard, ...]
+    shortest_sequence: int = 1
 
     @property
     def batch_names(self) -> tuple[str, ...]:
@@ -147,6 +153,7 @@ def _parse(data: Mapping[str, Any]) -> PlanSpec:
         ties=tuple(Tie(tie["parameter"], tuple(tie["stages"])) for tie in data["ties"]),
         stages=tuple(_stage(stage, dtype) for stage in data["stages"]),
         guards=tuple(_guard(guard) for guard in data["guards"]),
+        shortest_sequence=data.get("shortest_sequence", 1),
     )
 
 
@@ -185,9 +192,11 @@ def _logits(entry: Mapping[str, Any], plan_dtype: torch.dtype) -> LogitsSpec:
 
 
 def _guard(entry: Mapping[str, Any]) -> Guard:
-    if entry["drop_when"] != "all":
-        raise ShardcError(f"plan.json: guard drop_when={entry['drop_when']!r} is not 'all'", "compile the plan again")
-    return Guard(entry["input"])
+    if entry.get("drop_when") == "all":
+        return Guard(entry["input"], "drop")
+    if entry.get("packed_when") == "restarts":
+        return Guard(entry["input"], "packed")
+    raise ShardcError(f"plan.json: unknown guard {dict(entry)}", "compile the plan again")
 
 
 def _dtype(name: str) -> torch.dtype:

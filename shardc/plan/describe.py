@@ -45,6 +45,7 @@ def plan_data(plan: CompiledPlan, config_text: str) -> dict[str, Any]:
             "sequence_parallel": settings.sp,
         },
         "pad_sequence": settings.sp,
+        "shortest_sequence": plan.captured.shortest_sequence,
         "dtype": settings.dtype,
         "policy": policy_to_dict(plan.policy),
         "parameters": parameters,
@@ -185,9 +186,13 @@ def dtype_name(dtype: DType, model_dtype: str) -> str:
 
 
 def guards(variants: dict[Variant, ModelGraph]) -> list[dict[str, str]]:
-    """Inputs that are left out of a batch where they say nothing."""
-    masked = any(variant.masked for variant in variants)
-    return [{"input": "attention_mask", "drop_when": "all"}] if masked else []
+    """Questions that the runtime answers once a batch: is the mask of ones, do positions restart inside a row."""
+    found = []
+    if any(variant.masked for variant in variants):
+        found.append({"input": "attention_mask", "drop_when": "all"})
+    if any(variant.packed for variant in variants):
+        found.append({"input": "position_ids", "packed_when": "restarts"})
+    return found
 
 
 def stage_classes(text: str) -> list[str]:
