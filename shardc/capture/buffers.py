@@ -25,8 +25,9 @@ class ConstructionLog(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        made = [out] if isinstance(out, torch.Tensor) else [x for x in out if isinstance(x, torch.Tensor)] if isinstance(out, (tuple, list)) else []
+        out = args[0] if _fills_meta(func, args) else func(*args, **kwargs)
+        items = out if isinstance(out, (tuple, list)) else (out,)
+        made = [x for x in items if isinstance(x, torch.Tensor)]
         if made:
             self._calls.append((func, args, kwargs, [id(t) for t in made]))
             self._keep.append((made, args, kwargs))
@@ -60,6 +61,14 @@ class ConstructionLog(TorchFunctionMode):
                 outs = [out] if isinstance(out, torch.Tensor) else [x for x in out if isinstance(x, torch.Tensor)]
                 real.update(zip(made, outs, strict=True))
         return real
+
+
+def _fills_meta(func: Callable, args: tuple) -> bool:
+    """Whether a call fills a tensor without data at random, as most of a constructor does: there is nothing to do."""
+    return bool(args) and op_name(func) in _RANDOM_FILLS and isinstance(args[0], torch.Tensor) and args[0].is_meta
+
+
+_RANDOM_FILLS = {"uniform_", "normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "trunc_normal_"}
 
 
 def _leaves(item: Any) -> Iterable[Any]:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardc.capture.blocks import find_equal_blocks, fold_equal_blocks, remove_dead_nodes
+from shardc.capture.blocks import find_equal_blocks
+from shardc.capture.branches import Point, turning_points
 from shardc.capture.buffers import ConstructionLog, buffer_values
-from shardc.capture.fit import Probe, fit_literal, fit_traces
-from shardc.capture.graph import ModelGraph, Parameter, Repeat, Value, repeat_block
-from shardc.capture.init import initial_values
+from shardc.capture.fit import Fitted, Probe, build_graph, first_difference, fit_traces
+from shardc.capture.graph import ModelGraph, Parameter, Value, repeat_block
 from shardc.capture.loss import normalise_loss
+from shardc.capture.memo import Signature
+from shardc.capture.model_index import ModelIndex, argument_names
+from shardc.capture.parameters import model_parameters
+from shardc.capture.patches import default_dtype
+from shardc.capture.rows import Trace
 from shardc.capture.symbols import MODEL_DTYPE, B, Dim, DType, S
-from shardc.capture.trace import Trace, canonical_names, record
+from shardc.capture.trace import record
+from shardc.capture.variants import PROBES, SMALLEST_WINDOW, Variant, default_variants, probes_for
 from shardc.errors import ShardcError
 
 
@@ -33,29 +39,13 @@ class Input:
 TOKENS = Input((B, S))
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Variant:
-    """The side of each branch that a graph takes.
-
-    masked: an attention mask with zeros is given (an all-ones mask is dropped before the model runs).
-    positions: position ids are given. packed: they restart inside a row, so rows hold several sequences.
-    long: the sequence reaches the model's attention window, `S >= window`.
-    """
-
-    masked: bool = False
-    positions: bool = False
-    packed: bool = False
-    long: bool = False
-
-    @property
-    def name(self) -> str:
-        parts = [part for part in ("masked", "positions", "packed", "long") if getattr(self, part)]
-        return "+".join(parts) or "plain"
-
-
 @dataclass(slots=True)
 class CapturedModel:
-    """All graphs of one model. `window`: the sequence length from which the `long` variants hold, None without any."""
+    """All graphs of one model.
+
+    window: the sequence length from which the `long` variants hold, None without any. shortest_sequence: below it the
+    model computes something else (attention kernels treat a single token apart), so the runtime refuses it.
+    """
 
     variants: dict[Variant, ModelGraph]
     window: int | None = None
@@ -65,22 +55,6 @@ class CapturedModel:
     def plain(self) -> ModelGraph:
         """The graph of the commonest batch: no mask, no positions, below the window where there is one."""
         return self.variants[min(self.variants)]
-
-
-# 1, B, S and B*S are pairwise non-affine over these, so that no literal has two explanations.
-_PROBES = (
-    Probe(2, 15, torch.bfloat16),
-    Probe(3, 22, torch.float32),
-    Probe(5, 13, torch.bfloat16),
-    Probe(2, 15, torch.bfloat16, training=False),
-    Probe(7, 19, torch.float32),
-)
-
-
-@dataclass(slots=True)
-class _Built:
-    model: nn.Module
-    log: ConstructionLog = field(default_factory=ConstructionLog)
 
 
 def capture(
@@ -95,134 +69,153 @@ def capture(
     """Capture the model that `make()` builds under the current default dtype and device.
 
     inputs: the batch of the plain variant, default input_ids and labels; `attention_mask` and `position_ids` are added
-    by the variants that have them. window: the attention window of the config. variants: default, all that the
-    window and the batch allow. options: plain keyword arguments of forward. dtype: of the constants that are kept.
+    by the variants that have them. window: the attention window of the config; one that is not given is found where it
+    lies above the probed lengths. variants: default, all that the window and forward's arguments allow. options: plain
+    keyword arguments of forward. dtype: of the constants that are kept.
     Raises ShardcError where the computation cannot be described for every batch.
     """
-    inputs = inputs or {"input_ids": TOKENS, "labels": TOKENS}
-    built = {each: _build(make, each) for each in (torch.bfloat16, torch.float32)}
-    first = built[_PROBES[0].dtype].model
-    shortest = 1
-    if variants is None:
-        variants, shortest = _default_variants(window)
-    same: dict[str, str] | None = None
-    graphs: dict[Variant, ModelGraph] = {}
-    for variant in sorted(variants):
-        probes = [_probe_for(p, variant, window) for p in _PROBES]
-        traces = []
-        for probe in probes:
-            traces.append(_run(built[probe.dtype].model, inputs, variant, probe, options, same))
-            if same is None:
-                same = find_equal_blocks(first, traces[0])
-                fold_equal_blocks(traces[0], same)
-        for trace in traces:
-            remove_dead_nodes(trace.graph)
-        fit_traces(traces, probes)
-        graphs[variant] = _model_graph(traces[0], built, probes, dtype)
-        normalise_loss(graphs[variant])
-    return CapturedModel(graphs, window, shortest)
+    model = _Model(make, inputs or {"input_ids": TOKENS, "labels": TOKENS}, options, dtype)
+    result = CapturedModel({}, window, window if window is not None and window < SMALLEST_WINDOW else 1)
+    wanted = list(variants or default_variants(model.arguments, window))
+    model.find_equal_blocks(min(wanted), window)
+    while left := [variant for variant in wanted if variant not in result.variants]:
+        _capture_variant(model, min(left), result)
+        if window is None and result.window is not None and variants is None:
+            wanted = default_variants(model.arguments, result.window)
+    return result
 
 
-def _default_variants(window: int | None) -> tuple[tuple[Variant, ...], int]:
-    """Every side of every branch; below a window too small to probe, sequences are refused instead."""
-    longs = (False,) if window is None else (True,) if window < _SMALLEST_WINDOW else (False, True)
-    kinds = [dict(), dict(masked=True), dict(positions=True), dict(positions=True, packed=True), dict(masked=True, positions=True)]
-    shortest = window if window is not None and window < _SMALLEST_WINDOW else 1
-    return tuple(Variant(**kind, long=long) for long in longs for kind in kinds), shortest
+def _capture_variant(model: _Model, variant: Variant, result: CapturedModel) -> None:
+    """Add the variant's graph to `result`, and what it shows of the sequence lengths for which graphs hold."""
+    probes = probes_for(variant, result.window)
+    traces = [model.run(variant, probe) for probe in probes]
+    fitted = fit_traces(traces, probes, model.fit_cache)
+    low = max(result.shortest_sequence, result.window if variant.long else 1)
+    high = math.inf if variant.long or result.window is None else result.window
+    for point in turning_points(traces, probes, low, high):
+        if point.seq < result.shortest_sequence or point.seq >= (result.window or math.inf) > probes[0].seq:
+            continue  # a turn found meanwhile makes this one unreachable
+        difference = first_difference(
+            fitted, model.run(variant, probe := Probe(point.batch, point.seq, torch.bfloat16)), probe
+        )
+        if difference:
+            _keep_to_one_side(model, point, difference, min(p.seq for p in probes), result)
+    result.variants[variant] = model.graph(fitted)
 
 
-_SMALLEST_WINDOW = 8
+def _keep_to_one_side(model: _Model, point: Point, difference: str, probed: int, result: CapturedModel) -> None:
+    """The computation changes at `point`: bound the sequences, or refuse where no bound describes it."""
+    if point.seq < probed:
+        result.shortest_sequence = point.seq + 1
+    elif point.seq > probed and result.window is None:
+        result.window = point.seq
+    else:
+        fields = model.fields_equal_to(
+            {point.seq - 1, point.seq, point.seq + 1} if point.seq > probed else {point.batch}
+        )
+        fields = f"; config fields of this size: {', '.join(fields)}" if fields else ""
+        where = f"batch size {point.batch}, sequence length {point.seq}"
+        raise ShardcError(
+            f"the model: the computation changes at {where} by {point.why}: {difference}{fields}",
+            "set the field so that training stays on one side of it, or rewrite the line to follow tensor shapes",
+        )
 
 
-def _probe_for(probe: Probe, variant: Variant, window: int | None) -> Probe:
-    """The probe with a sequence on the variant's side of the window."""
-    if window is None:
-        return probe
-    if variant.long:
-        return Probe(probe.batch, probe.seq + window, probe.dtype, probe.training)
-    if window > max(p.seq for p in _PROBES):
-        return probe
-    short = {15: window - 2, 22: window - 1, 13: window - 4, 19: window - 3}
-    return Probe(probe.batch, short[probe.seq], probe.dtype, probe.training)
+@dataclass(slots=True)
+class _Built:
+    index: ModelIndex
+    log: ConstructionLog
+    memo: dict[Any, Signature] = field(default_factory=dict)
 
 
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+class _Model:
+    """One model, built once a dtype, with all that its runs share."""
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Module],
+        inputs: dict[str, Input],
+        options: dict[str, Any] | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self.inputs = inputs
+        self.options = options
+        self.built = {each: _build(make, each) for each in dict.fromkeys([*(p.dtype for p in PROBES), dtype])}
+        self.first = self.built[PROBES[0].dtype].index
+        self.constants_from = self.built[dtype]
+        self.parameters = model_parameters({each: built.index for each, built in self.built.items()})
+        self.arguments = set(argument_names(type(self.first.model)))
+        self.same_block: dict[str, str] = {}
+        self.fit_cache: dict[Any, Any] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+
+    def find_equal_blocks(self, variant: Variant, window: int | None) -> None:
+        """Run all blocks once; later runs repeat those that equal an earlier one."""
+        self.same_block = find_equal_blocks(self.first, self.run(variant, probes_for(variant, window)[0]))
+
+    def run(self, variant: Variant, probe: Probe) -> Trace:
+        built = self.built[probe.dtype]
+        given = dict(self.inputs)
+        if variant.masked:
+            given["attention_mask"] = TOKENS
+        if variant.positions:
+            given["position_ids"] = TOKENS
+        tensors = {name: _meta_tensor(spec, probe) for name, spec in given.items()}
+        built.index.train(probe.training)
+        # What the guards read: `attention_mask.all()`, and "no sequence restarts" for positions.
+        answers = {"attention_mask": False, "position_ids": not variant.packed}
+        with default_dtype(probe.dtype):
+            return record(
+                built.index, tensors, memo=built.memo, options=self.options, answers=answers, same_block=self.same_block
+            )
+
+    def graph(self, fitted: Fitted) -> ModelGraph:
+        graph, inputs, outputs = build_graph(fitted)
+        blocks = {path: [path] for path in fitted.blocks}
+        used: list[Parameter] = []
+        for node in graph.nodes:
+            if node.target is repeat_block:
+                blocks[node.args[0].representative].append(node.args[0].instance)
+            if node.op == "get_attr":
+                parameter = self.parameters[node.target]
+                node.meta["value"] = Value(parameter.shape, parameter.dtype, parameter.requires_grad)
+                used.append(parameter)
+        classes = {path: type(module) for path, module in self.first.modules.items()}
+        model = ModelGraph(graph, inputs, outputs, dict(self.parameters), self._constants(used), blocks, classes)
+        normalise_loss(model)
+        return model
+
+    def _constants(self, used: list[Parameter]) -> dict[str, torch.Tensor]:
+        names = [parameter.name for parameter in used if parameter.is_buffer]
+        missing = [name for name in names if name not in self.constants]
+        if missing:
+            self.constants |= buffer_values(self.constants_from.index.model, self.constants_from.log, missing)
+        return {name: self.constants[name] for name in names}
+
+    def fields_equal_to(self, sizes: set[int]) -> list[str]:
+        """Config fields with one of these values, nested ones dotted."""
+        config = getattr(self.first.model, "config", None)
+        return sorted(_fields(config.to_dict(), sizes)) if hasattr(config, "to_dict") else []
+
+
+def _fields(fields: dict, sizes: set[int], prefix: str = "") -> list[str]:
+    found = []
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            found += _fields(value, sizes, f"{prefix}{name}.")
+        elif type(value) is int and value in sizes:
+            found.append(f"{prefix}{name}={value}")
+    return found
 
 
 def _build(make: Callable[[], nn.Module], dtype: torch.dtype) -> _Built:
     log = ConstructionLog()
-    with _default_dtype(dtype), torch.device("meta"), log:
-        return _Built(make(), log)
+    with default_dtype(dtype), torch.device("meta"), log:
+        model = make()
+    return _Built(ModelIndex(model), log)
 
 
-def _run(
-    model: nn.Module,
-    inputs: dict[str, Input],
-    variant: Variant,
-    probe: Probe,
-    options: dict[str, Any] | None,
-    same: dict[str, str] | None,
-) -> Trace:
-    given = dict(inputs)
-    if variant.masked:
-        given["attention_mask"] = TOKENS
-    if variant.positions:
-        given["position_ids"] = TOKENS
-    size = {"batch_size": probe.batch, "seq_length": probe.seq}
-    tensors = {}
-    for name, spec in given.items():
-        shape = [dim if isinstance(dim, int) else dim.at(**size) for dim in spec.shape]
-        dtype = probe.dtype if spec.dtype is MODEL_DTYPE else spec.dtype
-        tensors[name] = torch.zeros(shape, dtype=dtype, device="meta").requires_grad_(spec.requires_grad)
-    model.train(probe.training)
-    # What the guards read: `attention_mask.all()`, and "no sequence restarts" for positions.
-    answers = {"attention_mask": False, "position_ids": not variant.packed}
-    with _default_dtype(probe.dtype):
-        return record(model, tensors, options=options, answers=answers, same_block=same)
-
-
-def _model_graph(trace: Trace, built: dict[torch.dtype, _Built], probes: list[Probe], dtype: torch.dtype) -> ModelGraph:
-    models = {each: b.model for each, b in built.items()}
-    first = models[probes[0].dtype]
-    parameters = _parameters(models, probes)
-    blocks: dict[str, list[str]] = {block.path: [block.path] for block in trace.blocks}
-    for node in trace.graph.nodes:
-        node.meta.pop("concrete", None)
-        if node.target is repeat_block and isinstance(node.args[0], Repeat):
-            blocks[node.args[0].representative].append(node.args[0].instance)
-    used = [node.target for node in trace.graph.nodes if node.op == "get_attr" and parameters[node.target].is_buffer]
-    for node in trace.graph.nodes:
-        if node.op == "get_attr":
-            parameter = parameters[node.target]
-            node.meta["value"] = Value(parameter.shape, parameter.dtype, parameter.requires_grad)
-    constants = buffer_values(built[dtype].model, built[dtype].log, used) if used else {}
-    classes = {path: type(module) for path, module in first.named_modules()}
-    return ModelGraph(trace.graph, trace.inputs, trace.outputs, parameters, constants, blocks, classes)
-
-
-def _parameters(models: dict[torch.dtype, nn.Module], probes: list[Probe]) -> dict[str, Parameter]:
-    first = models[probes[0].dtype]
-    canonical = canonical_names(first)
-    init = initial_values(first)
-    other = dict(models[probes[1].dtype].named_parameters(remove_duplicate=False))
-    other |= dict(models[probes[1].dtype].named_buffers(remove_duplicate=False))
-    names: dict[str, list[str]] = {}
-    tensors: dict[str, tuple[torch.Tensor, bool]] = {}
-    for is_buffer, named in ((False, first.named_parameters), (True, first.named_buffers)):
-        for name, tensor in named(remove_duplicate=False):
-            names.setdefault(canonical[id(tensor)], []).append(name)
-            tensors.setdefault(canonical[id(tensor)], (tensor, is_buffer))
-    result = {}
-    for name, (tensor, is_buffer) in tensors.items():
-        dtype = fit_literal([tensor.dtype, other[name].dtype], probes[:2])
-        result[name] = Parameter(
-            name, tuple(tensor.shape), dtype, tensor.requires_grad, tuple(names[name][1:]), is_buffer, init.get(name)
-        )
-    return result
+def _meta_tensor(spec: Input, probe: Probe) -> torch.Tensor:
+    shape = [dim if isinstance(dim, int) else dim.at(probe.batch, probe.seq) for dim in spec.shape]
+    dtype = probe.dtype if spec.dtype is MODEL_DTYPE else spec.dtype
+    return torch.zeros(shape, dtype=dtype, device="meta").requires_grad_(spec.requires_grad)

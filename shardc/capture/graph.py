@@ -104,7 +104,7 @@ def repeat_block(repeat: Repeat, *inputs: torch.Tensor) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter or buffer of the whole model. `name` is the canonical name, `aliases` the other names of the tensor."""
+    """A parameter or buffer of the whole model. `name`: the canonical one, `aliases`: other names of the tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -120,7 +120,7 @@ class ModelGraph:
     """A captured model: `inputs` and `outputs` by name ("loss", "logits"); see the module docstring for the nodes.
 
     parameters: all of the model, also those of repeated blocks, by canonical name, buffers included.
-    constants: data of buffers that no checkpoint holds (`inv_freq`), on the CPU, by name, buffers used in the graph only.
+    constants: data of buffers that no checkpoint holds (`inv_freq`), on the CPU, by name: those in the graph.
     blocks: representative path -> all instances that share it, itself first, in call order.
     """
 
@@ -142,10 +142,10 @@ class ModelGraph:
 
 
 def op_name(target: Callable) -> str:
-    """`torch.Tensor.view` -> "view", `torch.nn.functional.linear` -> "linear", a function of ours -> its name."""
+    """`torch.Tensor.view` -> "view", `torch.Tensor.shape.__get__` -> "shape", a function of ours -> its name."""
     name = _OP_NAMES.get(target)
     if name is None:
-        full = resolve_name(target) or target.__name__
+        full = (resolve_name(target) or target.__name__).removesuffix(".__get__")
         short = full.rsplit(".", 1)[-1]
         name = _DUNDERS.get(short, short)
         _OP_NAMES[target] = name
@@ -155,8 +155,9 @@ def op_name(target: Callable) -> str:
 _OP_NAMES: dict[Callable, str] = {}
 _DUNDERS = {
     "__add__": "add", "__radd__": "add", "__sub__": "sub", "__rsub__": "rsub", "__mul__": "mul", "__rmul__": "mul",
-    "__truediv__": "div", "__rtruediv__": "rdiv", "__rdiv__": "rdiv", "__matmul__": "matmul", "__pow__": "pow", "__rpow__": "rpow",
-    "__neg__": "neg", "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__invert__": "bitwise_not",
+    "__truediv__": "div", "__rtruediv__": "rdiv", "__rdiv__": "rdiv", "__matmul__": "matmul", "__pow__": "pow",
+    "__rpow__": "rpow", "__neg__": "neg", "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor",
+    "__invert__": "bitwise_not",
     "__lt__": "lt", "__le__": "le", "__gt__": "gt", "__ge__": "ge", "__eq__": "eq", "__ne__": "ne",
     "__getitem__": "getitem", "__floordiv__": "floor_divide", "__mod__": "remainder",
 }  # fmt: skip

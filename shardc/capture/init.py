@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardc.capture.graph import op_name
+from shardc.capture.model_index import ModelIndex
 
 Init = tuple[str, float, float]
 
@@ -43,21 +43,23 @@ def _fill(op: str, args: tuple, kwargs: dict) -> Init | None:
     return None
 
 
-def initial_values(model: nn.Module) -> dict[str, Init]:
+def initial_values(index: ModelIndex) -> dict[str, Init]:
     """Parameter name -> ("normal", mean, std) or ("constant", value, 0.0), by the model's `_init_weights`.
 
     A model without one, or a parameter that it leaves alone, gets torch's own fan-in bound as a normal of that spread.
     """
-    from shardc.capture.trace import canonical_names
-
-    names = canonical_names(model)
+    model, names = index.model, index.tensor_names
     log = _InitLog(names)
     initialise = getattr(model, "_init_weights", None)
     if initialise is not None:
         seen: set[tuple] = set()
         with log, torch.no_grad():
             for path, module in model.named_modules():
-                key = (type(module), path.rsplit(".", 1)[-1], *(tuple(p.shape) for p in module.parameters(recurse=False)))
+                key = (
+                    type(module),
+                    path.rsplit(".", 1)[-1],
+                    *(tuple(p.shape) for p in module.parameters(recurse=False)),
+                )
                 own = [names[id(p)] for p in module.parameters(recurse=False)]
                 if not own:
                     continue
@@ -73,6 +75,8 @@ def initial_values(model: nn.Module) -> dict[str, Init]:
             key = (type(module), path.rsplit(".", 1)[-1], leaf, tuple(parameter.shape))
             if name in log.found:
                 patterns[key] = log.found[name]
-            fallback = ("constant", 0.0, 0.0) if parameter.dim() < 2 else ("normal", 0.0, parameter.shape[-1] ** -0.5 / 3**0.5)
+            fallback = (
+                ("constant", 0.0, 0.0) if parameter.dim() < 2 else ("normal", 0.0, parameter.shape[-1] ** -0.5 / 3**0.5)
+            )
             found.setdefault(name, log.found.get(name) or patterns.get(key) or fallback)
     return found

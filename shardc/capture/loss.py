@@ -12,7 +12,16 @@ from torch import fx
 from shardc.capture.graph import ModelGraph, Value, op_name
 from shardc.errors import ShardcError
 
-_CROSS_ENTROPY_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+_CROSS_ENTROPY_ARGUMENTS = (
+    "input",
+    "target",
+    "weight",
+    "size_average",
+    "ignore_index",
+    "reduce",
+    "reduction",
+    "label_smoothing",
+)
 
 
 def normalise_loss(model: ModelGraph) -> None:
@@ -55,7 +64,12 @@ def normalise_loss(model: ModelGraph) -> None:
         return new
 
     loss_value = node.meta["value"]
-    valid = after(given["target"], torch.Tensor.ne, (given["target"], ignore_index), Value(given["target"].meta["value"].shape, torch.bool, False))
+    valid = after(
+        given["target"],
+        torch.Tensor.ne,
+        (given["target"], ignore_index),
+        Value(given["target"].meta["value"].shape, torch.bool, False),
+    )
     count = after(valid, torch.Tensor.sum, (valid,), Value((), torch.int64, False))
     loss = after(node, torch.Tensor.div, (node, num_targets), loss_value)
     model.outputs |= {"loss": loss, "count": count}

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """`coefficient * B**batch * S**seq + offset`: an integer that follows the batch size B and the sequence length S."""
+    """`coefficient * B**batch * S**seq + offset`: an integer that follows the batch B and the sequence S."""
 
     coefficient: int
     batch: int

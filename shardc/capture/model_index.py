@@ -1,0 +1,52 @@
+"""What a built model is made of, looked up once and used by every run: paths, names, where its blocks are."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+
+class ModelIndex:
+    """Names of a model's modules and tensors by identity."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.modules = dict(model.named_modules())
+        self.paths = {id(module): path for path, module in self.modules.items()}
+        self.tensor_names = canonical_names(model)
+        self.block_paths = {
+            f"{path}.{i}" if path else str(i)
+            for path, module in self.modules.items()
+            if isinstance(module, nn.ModuleList) and len(module) > 1
+            for i in range(len(module))
+        }
+        self._training: dict[bool, list[bool]] = {}
+
+    def train(self, mode: bool) -> None:
+        """`model.train(mode)`; from the second time on only the flags are set, which is faster."""
+        if mode not in self._training:
+            self.model.train(mode)
+            self._training[mode] = [module.training for module in self.modules.values()]
+        for module, flag in zip(self.modules.values(), self._training[mode], strict=True):
+            module.__dict__["training"] = flag
+
+
+def canonical_names(model: nn.Module) -> dict[int, str]:
+    """id of each parameter and buffer -> its first name in `named_parameters` order (the others are aliases)."""
+    names: dict[int, str] = {}
+    for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in tensors:
+            names.setdefault(id(tensor), name)
+    return names
+
+
+def argument_names(module_class: type) -> list[str]:
+    """The parameters of a module's forward, without self."""
+    names = _ARGUMENT_NAMES.get(module_class)
+    if names is None:
+        names = _ARGUMENT_NAMES[module_class] = list(inspect.signature(module_class.forward).parameters)[1:]
+    return names
+
+
+_ARGUMENT_NAMES: dict[type, list[str]] = {}
