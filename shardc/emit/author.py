@@ -36,7 +36,9 @@ def names_in(module_class: type) -> AuthorNames:
         forward = inspect.unwrap(module_class.forward)
         parameters = {name: p for name, p in inspect.signature(forward).parameters.items() if name != "self"}
         found.arguments = list(parameters)
-        found.required = [name for name, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        found.required = [
+            name for name, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+        ]
         code = forward.__code__
         function = _functions(code.co_filename).get(code.co_firstlineno)
     except (AttributeError, OSError, TypeError, SyntaxError, ValueError):

@@ -138,7 +138,11 @@ class BodyWriter:
         if not self.statements or finish.is_custom or len(self.frame.results) != 1:
             return None
         last = self.statements[-1].root
-        single = not isinstance(last, Loop) and last.outputs == self.frame.results and not self._is_sharded_random(self.statements[-1])
+        single = (
+            not isinstance(last, Loop)
+            and last.outputs == self.frame.results
+            and not self._is_sharded_random(self.statements[-1])
+        )
         return last if single and not (isinstance(last, Op) and value_of(last.node) is None) else None
 
     # -- sources of sizes, dtypes and devices ---------------------------------------------------------------------
@@ -191,7 +195,9 @@ class BodyWriter:
     def _pick(self, node: fx.Node, need: Need, order: list[fx.Node], i: int, parameters_too: bool = False) -> bool:
         order = [x for x in order if parameters_too or x.op != "get_attr"]
         for part in [need] if any(gives(x, need) for x in order) else parts_of(need):
-            chosen = next((x for x in order if gives(x, part)), None) or next((x for x in order if gathered(part, x)), None)
+            chosen = next((x for x in order if gives(x, part)), None) or next(
+                (x for x in order if gathered(part, x)), None
+            )
             if chosen is None:
                 return False
             self.source[node, part] = chosen
@@ -319,7 +325,9 @@ class BodyWriter:
             if candidate in self.folded or candidate not in self.name_of:
                 continue
             shape = value_of(candidate).shape
-            agree = next((i for i, (a, b) in enumerate(zip(shape, sizes, strict=False)) if a != b), min(len(shape), len(sizes)))
+            agree = next(
+                (i for i, (a, b) in enumerate(zip(shape, sizes, strict=False)) if a != b), min(len(shape), len(sizes))
+            )
             if agree > length:
                 best, length = candidate, agree
         if best is None:
@@ -397,7 +405,9 @@ class BodyWriter:
         relative = loop.container[len(self.frame.path) + 1 :] if self.frame.path else loop.container
         caller = loop.calls[0].frame.call.parent or self.frame.call
         own = loop.container[len(caller.path) + 1 :] if caller.path else loop.container
-        variable = unused(loop_variable(caller.module_class, own), {n for n, x in self.holder.items() if self._is_live(x)})
+        variable = unused(
+            loop_variable(caller.module_class, own), {n for n, x in self.holder.items() if self._is_live(x)}
+        )
         carried = sorted(set(loop.carried.values()))
         starts = {}
         for index in carried:
@@ -432,7 +442,9 @@ class BodyWriter:
         defines = {*results, variable, *(["i"] if len(calls) > 1 else [])}
         self.body.lines.append(Line(tuple(lines), frozenset(defines)))
 
-    def _differing_calls(self, calls: dict[tuple[str, ...], list[int]], indices: list[int], target: str, variable: str) -> list[str]:
+    def _differing_calls(
+        self, calls: dict[tuple[str, ...], list[int]], indices: list[int], target: str, variable: str
+    ) -> list[str]:
         kinds = sorted(calls.items(), key=lambda kind: (len(index_condition(kind[1], indices)), kind[1]))
         widths = {len(arguments) for arguments in calls}
         if len(kinds) == 2 and len(widths) == 1:
@@ -513,4 +525,3 @@ def number_of_parts(flow: object, node: fx.Node) -> int:
         if operand and isinstance(operand.shape[dim], int):
             return -(-operand.shape[dim] // args[1])
     return 0
-

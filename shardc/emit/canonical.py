@@ -6,6 +6,7 @@ change a value is ignored: the order of independent operations, no-ops, blocks h
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -155,11 +156,27 @@ class Canonicaliser:
         if name == "getitem":
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             return (name, args[0], _plain(tuple(map(_full_slice, index))))
-        kwargs = {key: x for key, x in drop_defaults(node, name, args, kwargs).items() if not isinstance(x, torch.device)}
+        kwargs = {
+            key: x for key, x in drop_defaults(node, name, args, kwargs).items() if not isinstance(x, torch.device)
+        }
         args = tuple(x for x in args if not isinstance(x, torch.device))
+        names = _argument_names(name, len(args), tuple(kwargs)) if kwargs else ()
+        if names:  # keywords of torch's own functions in the order of its schema
+            while len(args) < len(names) and names[len(args)] in kwargs:
+                args = (*args, kwargs.pop(names[len(args)]))
         while args and args[-1] is None:
             args = args[:-1]
         return (name, _plain(args), _plain(tuple(sorted(kwargs.items()))))
+
+
+@functools.cache
+def _argument_names(name: str, given: int, keywords: tuple[str, ...]) -> tuple[str, ...]:
+    """Positional arguments of the first aten overload that takes these keywords after `given` arguments."""
+    for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
+        names = tuple(argument.name for argument in schema.arguments if not argument.kwarg_only)
+        if set(keywords) <= set(names[given:]):
+            return names
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +225,9 @@ def from_graph(graph: ModelGraph, probe: Probe, axis_sizes: dict[str, int], numb
     def value_of(node: fx.Node) -> Value | None:
         if node not in values:
             value = node.meta.get("value")
-            values[node] = value and Value(literal(tuple(value.shape)), concrete(value.dtype, probe, axis_sizes), value.requires_grad)
+            values[node] = value and Value(
+                literal(tuple(value.shape)), concrete(value.dtype, probe, axis_sizes), value.requires_grad
+            )
         return values[node]
 
     outputs = {name: node for name, node in graph.outputs.items() if name != "count"}

@@ -62,7 +62,11 @@ class EmittedClass:
             names = ["in_features", "out_features"]
             weight = next(i for i, p in enumerate(self.parameters) if len(p.shape) == 2)
             if (weight, 0) not in next(iter(columns.values())) or self.author_name != "Conv1D":
-                columns = dict(sorted(columns.items(), key=lambda c: (weight, 0 if self.author_name == "Conv1D" else 1) not in c[1]))
+                columns = dict(
+                    sorted(
+                        columns.items(), key=lambda c: (weight, 0 if self.author_name == "Conv1D" else 1) not in c[1]
+                    )
+                )
         return {place: name for name, places in zip(names, columns.values(), strict=True) for place in places}
 
     def constructor(self, shapes: tuple[tuple[int, ...], ...]) -> str:

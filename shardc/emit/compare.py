@@ -75,7 +75,9 @@ def _run(module: nn.Module, graph: ModelGraph, variant: Variant, probe: Probe, s
         with _default_dtype(probe.dtype):
             return retrace(module, inputs, names, packed=variant.packed)
     except Exception as error:
-        raise ShardcError(f"model.py: {type(module).__name__} fails on a {variant.name} batch: {error}", _ADVICE) from error
+        raise ShardcError(
+            f"model.py: {type(module).__name__} fails on a {variant.name} batch: {error}", _ADVICE
+        ) from error
 
 
 _ADVICE = "undo the edit, or compile the plan again"
@@ -95,15 +97,23 @@ def _check(module: nn.Module, variant: Variant, expected: Canonical, found: Cano
         needed = _ancestors(trace)
         for node in trace.graph.nodes:
             if node in needed and node.op == "call_function" and found.numbers.get(node, -1) not in {-1, *expected.all}:
-                raise ShardcError(f"{_where(node)}: {op_name(node.target)} is not what the plan computes for {kind}", _ADVICE)
+                raise ShardcError(
+                    f"{_where(node)}: {op_name(node.target)} is not what the plan computes for {kind}", _ADVICE
+                )
         names = [name for name in expected.outputs if expected.outputs[name] != found.outputs.get(name)]
-        raise ShardcError(f"model.py: {type(module).__name__} returns another {' and '.join(names)} for {kind}", _ADVICE)
+        raise ShardcError(
+            f"model.py: {type(module).__name__} returns another {' and '.join(names)} for {kind}", _ADVICE
+        )
     wanted = [(number, is_sharded) for number, is_sharded, _ in expected.random]
     drawn = [(number, is_sharded) for number, is_sharded, _ in found.random]
     if wanted != drawn:
-        same = next((i for i, (a, b) in enumerate(zip(wanted, drawn, strict=False)) if a != b), min(len(wanted), len(drawn)))
+        same = next(
+            (i for i, (a, b) in enumerate(zip(wanted, drawn, strict=False)) if a != b), min(len(wanted), len(drawn))
+        )
         where = _where(found.random[same][2]) if same < len(drawn) else f"model.py: {type(module).__name__}"
-        raise ShardcError(f"{where}: random numbers are drawn in another order, or from another stream, than planned", _ADVICE)
+        raise ShardcError(
+            f"{where}: random numbers are drawn in another order, or from another stream, than planned", _ADVICE
+        )
 
 
 def _ancestors(trace: Retrace) -> set[fx.Node]:

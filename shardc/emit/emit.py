@@ -47,7 +47,8 @@ def emit(
         title=title,
         imports=_runtime_imports(file, entries),
         partial=any("partial(" in entry for entry in entries),
-        uses_functional=any("F." in line for emitted in file.classes for line in emitted.forward) or any("F." in x for x in count),
+        uses_functional=any("F." in line for emitted in file.classes for line in emitted.forward)
+        or any("F." in x for x in count),
         classes=[_class_text(emitted) for emitted in file.classes],
         count_targets=count,
         stages=wrap(f"STAGES = ({', '.join(entries)}{',' if len(entries) == 1 else ''})", 0),
@@ -65,8 +66,20 @@ def share_equal_stages(file: FileBuilder, uses: list[Use]) -> list[str]:
         indices = sorted(members)
         kinds = {members[i].key() for i in indices}
         if len(kinds) == 1 and indices[0] > 0:
-            others = tuple((path, child.key()) for path, child in use.emitted.children.items() if not path.startswith(container + "."))
-            key = (use.emitted.signature, use.emitted.forward, container, kinds.pop(), others, use.emitted.parameters, use.emitted.ties)
+            others = tuple(
+                (path, child.key())
+                for path, child in use.emitted.children.items()
+                if not path.startswith(container + ".")
+            )
+            key = (
+                use.emitted.signature,
+                use.emitted.forward,
+                container,
+                kinds.pop(),
+                others,
+                use.emitted.parameters,
+                use.emitted.ties,
+            )
             shared.setdefault(key, []).append((use.emitted, range(indices[0], indices[-1] + 1)))
     entries = {use.emitted: use.emitted.name for use in uses}
     for key, stages in shared.items():
@@ -124,7 +137,9 @@ def _count_targets(stage: dict[Variant, ModelGraph]) -> list[str]:
     flow = Flow(graph, {"count": graph.outputs["count"]})
     frame = build_frames(flow, frozenset(path for path in graph.module_classes if path))
     frame = _without_module(frame)
-    writer = BodyWriter(frame, Namer(flow), {}, ["labels"], {}, {}, frozenset(), frozenset(frame.formal_names), frozenset())
+    writer = BodyWriter(
+        frame, Namer(flow), {}, ["labels"], {}, {}, frozenset(), frozenset(frame.formal_names), frozenset()
+    )
     body = writer.write()
     return [part for line in body.lines for text in line.text for part in wrap(text, 4)]
 

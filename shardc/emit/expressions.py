@@ -97,7 +97,9 @@ class Printer:
             rest = args[1:]
             if name in _SIZE_METHODS:
                 sizes = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
-                return Text(f"{self.value(args[0]).at(ATOM)}.{name}({self._sizes(args[0], tuple(sizes), kwargs)})", ATOM)
+                return Text(
+                    f"{self.value(args[0]).at(ATOM)}.{name}({self._sizes(args[0], tuple(sizes), kwargs)})", ATOM
+                )
             return Text(f"{self.value(args[0]).at(ATOM)}.{full.split('.')[-1]}({self._arguments(rest, kwargs)})", ATOM)
         return Text(f"{self._function(node, full)}({self._arguments(args, kwargs)})", ATOM)
 
@@ -110,7 +112,9 @@ class Printer:
         return full if full.startswith("torch.") else f"torch.{full}"
 
     def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> str:
-        return ", ".join([*(self.any(x).text for x in args), *(f"{key}={self.any(x).text}" for key, x in kwargs.items())])
+        return ", ".join(
+            [*(self.any(x).text for x in args), *(f"{key}={self.any(x).text}" for key, x in kwargs.items())]
+        )
 
     def _sizes(self, operand: fx.Node, sizes: tuple, kwargs: dict[str, Any]) -> str:
         prefix, length = self.prefix(operand, sizes)
@@ -153,7 +157,10 @@ class Printer:
 
     def _slice(self, part: slice) -> str:
         start = None if part.start == 0 else part.start
-        ends = ["" if x is None else self.any(x).text for x in ((start, part.stop) if part.step is None else (start, part.stop, part.step))]
+        ends = [
+            "" if x is None else self.any(x).text
+            for x in ((start, part.stop) if part.step is None else (start, part.stop, part.step))
+        ]
         if all(re.fullmatch(r"-?\w*", end) for end in ends):
             return ":".join(ends)
         return " : ".join(ends).strip(" ").replace("  ", " ") if ends[0] or len(ends) > 2 else f": {ends[1]}"
@@ -204,4 +211,3 @@ def drop_defaults(node: fx.Node, name: str, args: tuple, kwargs: dict[str, Any])
         return not isinstance(x, fx.Node) and type(x) is type(defaults[key]) and x == defaults[key]
 
     return {key: x for key, x in kwargs.items() if not is_default(key, x)}
-

@@ -52,7 +52,13 @@ class Flow:
     def _computed_before(self, node: fx.Node) -> fx.Node | None:
         """The same statement run again on the same operands: two masks are built from the same index tensors."""
         value, source = value_of(node), node.meta.get("source")
-        if value is None or source is None or value.requires_grad or node.target in (block_input, operator.getitem, repeat_block) or is_random(node):
+        if (
+            value is None
+            or source is None
+            or value.requires_grad
+            or node.target in (block_input, operator.getitem, repeat_block)
+            or is_random(node)
+        ):
             return None
         key = (node.meta["call"], source, node.target, repr((self.args(node), self.kwargs(node))))
         found = self._made.setdefault(key, node)
@@ -128,7 +134,9 @@ def identity_of(node: fx.Node, args: tuple, kwargs: dict[str, Any], value_of: Va
     if name in ("view", "reshape", "expand", "float", "long", "bool", "type_as"):
         return first if same_value else None
     if name == "to":
-        plain = not kwargs.keys() - {"device", "dtype", "non_blocking"} and all(not isinstance(a, bool) for a in args[1:])
+        plain = not kwargs.keys() - {"device", "dtype", "non_blocking"} and all(
+            not isinstance(a, bool) for a in args[1:]
+        )
         return first if same_value and plain else None
     if name in ("mul", "div"):
         return first if same_value and len(args) == 2 and _is_number(args[1], 1) and not kwargs else None
@@ -154,12 +162,19 @@ def _is_number(x: Any, number: int) -> bool:
 
 
 def _is_all(index: Any) -> bool:
-    return index is Ellipsis or (isinstance(index, slice) and index.start in (None, 0) and index.stop is None and index.step in (None, 1))
+    return index is Ellipsis or (
+        isinstance(index, slice) and index.start in (None, 0) and index.stop is None and index.step in (None, 1)
+    )
 
 
 def _is_true_scalar(node: fx.Node) -> bool:
     """`x.new_ones((), dtype=torch.bool)`: what transformers' mask functions start from."""
-    return node.op == "call_function" and op_name(node.target) == "new_ones" and node.args[1:] == ((),) and node.kwargs.get("dtype") is torch.bool
+    return (
+        node.op == "call_function"
+        and op_name(node.target) == "new_ones"
+        and node.args[1:] == ((),)
+        and node.kwargs.get("dtype") is torch.bool
+    )
 
 
 def is_projection(node: fx.Node) -> bool:
@@ -178,5 +193,3 @@ _RANDOM = {
     "dropout", "alpha_dropout", "feature_dropout", "bernoulli", "rand", "rand_like", "randn", "randn_like", "randint",
     "multinomial", "normal", "rrelu", "gumbel_softmax",
 }  # fmt: skip
-
-

@@ -32,7 +32,9 @@ class ChildCall:
     actuals: list[fx.Node] = field(default_factory=list)
     repeat: Repeat | None = None
     node: fx.Node | None = None  # the repeat's
-    flag: tuple[str, str] | None = None  # an argument of the emitted forward that tells the module's calls apart, its value
+    flag: tuple[str, str] | None = (
+        None  # an argument of the emitted forward that tells the module's calls apart, its value
+    )
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -135,7 +137,9 @@ class _Builder:
         call = node.meta["call"]
         parent = call.parent if call.path == repeat.instance else call
         frame = self.by_path[repeat.representative]
-        self.frame(parent).items.append(ChildCall(repeat.instance, frame, [node], list(self.flow.args(node)[1:]), repeat, node))
+        self.frame(parent).items.append(
+            ChildCall(repeat.instance, frame, [node], list(self.flow.args(node)[1:]), repeat, node)
+        )
 
 
 def build_frames(flow: Flow, inlined: frozenset[str] = frozenset()) -> Frame:
@@ -182,7 +186,9 @@ def _find_formals(frame: Frame, flow: Flow) -> None:
             made.update(item.outputs)
         used.update(dict.fromkeys(item.operands))
     # What a nested frame makes counts as made here: whether it is passed on is a matter of results.
-    outside = [node for node in used if node not in made and frame.parameter(node) is None and not _is_repeat_part(node, made)]
+    outside = [
+        node for node in used if node not in made and frame.parameter(node) is None and not _is_repeat_part(node, made)
+    ]
     frame.formals = order_formals(frame, outside)
 
 
@@ -217,7 +223,9 @@ def actual_of(item: ChildCall, formal: fx.Node, flow: Flow) -> fx.Node:
     return flow.args(item.node)[1 + index]
 
 
-def _find_results(frame: Frame, wanted_after: set[fx.Node], flow: Flow, repeats: dict[fx.Node, list[fx.Node | None]]) -> None:
+def _find_results(
+    frame: Frame, wanted_after: set[fx.Node], flow: Flow, repeats: dict[fx.Node, list[fx.Node | None]]
+) -> None:
     """Sets the results of each frame below `frame`: what is made in it and read after it, or returned."""
     reads_after: list[set[fx.Node]] = []
     wanted = set(wanted_after)

@@ -85,7 +85,11 @@ def size_text(size: int | ShardSize) -> str:
 def _row_linear(
     frame: Frame, nodes: list[fx.Node], names: list[str], args: tuple, kwargs: dict[str, Any]
 ) -> tuple[str, str | None] | None:
-    if names[1] not in ("all_reduce", "reduce_scatter") or names[2:] not in ([], ["add"]) or (len(args) > 2 and args[2] is not None):
+    if (
+        names[1] not in ("all_reduce", "reduce_scatter")
+        or names[2:] not in ([], ["add"])
+        or (len(args) > 2 and args[2] is not None)
+    ):
         return None
     bias = frame.flow.args(nodes[2])[1] if len(nodes) == 3 else None
     shape = _weights(frame, args[1], bias)
@@ -118,9 +122,16 @@ def _vocab_embedding(frame: Frame, args: tuple, kwargs: dict[str, Any]) -> tuple
 def _layer_norm(frame: Frame, args: tuple, kwargs: dict[str, Any]) -> tuple[str, str | None] | None:
     given = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), args, strict=False)) | kwargs
     weight, bias = given.get("weight"), given.get("bias")
-    if weight is None or _weights(frame, weight, bias) is None or given["normalized_shape"] != tuple(value_of(weight).shape):
+    if (
+        weight is None
+        or _weights(frame, weight, bias) is None
+        or given["normalized_shape"] != tuple(value_of(weight).shape)
+    ):
         return None
     shape = given["normalized_shape"]
     size = str(shape[0]) if len(shape) == 1 else str(shape)
     eps = given.get("eps", 1e-5)
-    return f"nn.LayerNorm({size}{'' if eps == 1e-5 else f', eps={eps!r}'}{'' if bias is not None else ', bias=False'})", None
+    return (
+        f"nn.LayerNorm({size}{'' if eps == 1e-5 else f', eps={eps!r}'}{'' if bias is not None else ', bias=False'})",
+        None,
+    )

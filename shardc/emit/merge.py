@@ -115,7 +115,9 @@ class Merger:
             raise _Inseparable(variants, next(line for v in variants for line in bodies[v]))
         return min(options, key=lambda option: option[0])[1]
 
-    def _options(self, test: Test, bodies: Bodies, defined: Mapping[CallKey, frozenset[str]]) -> list[tuple[int, list[Line | Branch]]]:
+    def _options(
+        self, test: Test, bodies: Bodies, defined: Mapping[CallKey, frozenset[str]]
+    ) -> list[tuple[int, list[Line | Branch]]]:
         """Split for good, or only until both sides have the same to do again."""
         yes = {v: body for v, body in bodies.items() if v in test.holds}
         no = {v: body for v, body in bodies.items() if v not in test.holds}
@@ -230,5 +232,7 @@ def _size(tree: Sequence[Line | Branch]) -> int:
     return sum(1 if isinstance(part, Line) else 2 + _size(part.then) + _size(part.otherwise) for part in tree)
 
 
-def branch_on(text: str, holds: Callable[[CallKey], bool], variants: Sequence[CallKey], negated: str, **rest: object) -> Test:
+def branch_on(
+    text: str, holds: Callable[[CallKey], bool], variants: Sequence[CallKey], negated: str, **rest: object
+) -> Test:
     return Test(text, negated, frozenset(v for v in variants if holds(v)), **rest)

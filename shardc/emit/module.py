@@ -211,7 +211,9 @@ def _call_tests(items: Mapping[CallKey, ChildCall]) -> list[Test]:
         item.flag = (name, values[key])
     for value in dict.fromkeys(values.values()):
         test = f"{name} == {value}"
-        tests.append(branch_on(test, lambda key, value=value: values[key] == value, list(items), f"{name} != {value}", flag=name))
+        tests.append(
+            branch_on(test, lambda key, value=value: values[key] == value, list(items), f"{name} != {value}", flag=name)
+        )
     return tests
 
 
@@ -234,7 +236,9 @@ def union_of_formals(frames: Frames) -> list[str]:
 
 def _parameter_nodes(frame: Frame) -> list:
     nodes = [node for item in frame.items if isinstance(item, Op) for node in item.operands if node.op == "get_attr"]
-    nodes += [node for item in frame.items if isinstance(item, ChildCall) for node in item.actuals if node.op == "get_attr"]
+    nodes += [
+        node for item in frame.items if isinstance(item, ChildCall) for node in item.actuals if node.op == "get_attr"
+    ]
     return [node for node in dict.fromkeys(nodes) if frame.parameter(node) is not None]
 
 

@@ -83,7 +83,9 @@ class Namer:
         for item in frame.items:
             if isinstance(item, ChildCall):
                 names = result_names(frame, item)
-                if len(names) == 1 and len(item.outputs) > 1:  # `position_embeddings = self.rotary_emb(...)`, taken apart later
+                if (
+                    len(names) == 1 and len(item.outputs) > 1
+                ):  # `position_embeddings = self.rotary_emb(...)`, taken apart later
                     continue
                 for i, node in enumerate(item.outputs):
                     if node not in self.call_results and i < len(names) and is_usable(names[i]):

@@ -34,7 +34,9 @@ class Retrace:
     outputs: dict[str, fx.Node]
 
 
-def retrace(module: nn.Module, inputs: dict[str, torch.Tensor], output_names: tuple[str, ...], *, packed: bool) -> Retrace:
+def retrace(
+    module: nn.Module, inputs: dict[str, torch.Tensor], output_names: tuple[str, ...], *, packed: bool
+) -> Retrace:
     """Run `module(**inputs)` and record it; its outputs get `output_names`, those that are None are left out."""
     recorder = _Recorder(module)
     for name, tensor in inputs.items():

@@ -73,8 +73,10 @@ def may_be_missing(node: fx.Node) -> bool:
 
 def is_met(need: Need, visible: Iterable[fx.Node]) -> bool:
     visible = list(visible)
-    return any(gathered(need, x) for x in visible) or any(gives(x, need) for x in visible) or (
-        parts_of(need) != [need] and all(any(gives(x, part) for x in visible) for part in parts_of(need))
+    return (
+        any(gathered(need, x) for x in visible)
+        or any(gives(x, need) for x in visible)
+        or (parts_of(need) != [need] and all(any(gives(x, part) for x in visible) for part in parts_of(need)))
     )
 
 

@@ -91,7 +91,9 @@ class StageBuilder:
         children, lists = self.file.children(self.frames, self.namers)
         formals = self._keywords()
         finishes = {v: self._finish(frame) for v, frame in self.frames.items()}
-        forward = self.file.forward(self.frames, self.namers, children, lists, [f for f in formals if f != "packed"], finishes)
+        forward = self.file.forward(
+            self.frames, self.namers, children, lists, [f for f in formals if f != "packed"], finishes
+        )
         forward = Forward(formals, forward.merged, forward.axes)
         use = self.file.define(name, self.frames, forward, children)
         assert use.emitted is not None
@@ -149,10 +151,8 @@ def split_modules(stages: list[Stage]) -> frozenset[str]:
                 for i, call in enumerate(chain):
                     below.setdefault(call.path, set()).update(c.path for c in chain[i + 1 :])
         inside.append(below)
-    holders = {path[: i] for path in blocks for i, char in enumerate(path) if char == "."}
+    holders = {path[:i] for path in blocks for i, char in enumerate(path) if char == "."}
     paths = {path for below in inside for path in below}
     differing = {path for path in paths if len({frozenset(below[path]) for below in inside if path in below}) > 1}
     in_blocks = tuple(f"{block}." for block in blocks)
     return frozenset(p for p in holders | differing if p not in blocks and not f"{p}.".startswith(in_blocks))
-
-

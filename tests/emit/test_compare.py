@@ -1,0 +1,61 @@
+"""An edited file is proved again or refused, by the line of the first operation that differs."""
+
+import pytest
+
+from shardc.emit import emit
+from shardc.emit.compare import compare
+from shardc.errors import ShardcError
+from shardc.runtime.mesh import MeshAxis
+from tests.emit.tiny import FAMILIES, captured, load
+
+EDITS = {
+    "a term doubled": ("residual + hidden_states\n", "residual + hidden_states + hidden_states\n", "model.layers.0"),
+    "another weight": ("self.act_fn(self.gate_proj(x))", "self.act_fn(self.up_proj(x))", "model.layers.0.mlp"),
+    "another epsilon": ("variance + 1e-06", "variance + 1e-05", "model.layers.0.input_layernorm"),
+    "a gradient cut": ("query_states * cos", "query_states.detach() * cos", "model.layers.0.self_attn"),
+    "another mask": ("(kv_indices <= q_indices)", "(kv_indices < q_indices)", "model"),
+}
+
+
+def prove(text, name, tmp_path):
+    module = load(text, tmp_path)
+    compare(lambda: module.STAGES[0](MeshAxis.abstract("tp", 1)), captured(name).variants, window=FAMILIES[name].window)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_was_emitted_is_proved(name, tmp_path):
+    prove(emit([captured(name).variants], window=FAMILIES[name].window), name, tmp_path)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_that_changes_the_computation_is_refused_by_its_line(edit, tmp_path):
+    old, new, module = EDITS[edit]
+    text = emit([captured("qwen3").variants])
+    assert old in text
+    line = text[: text.index(old)].count("\n") + 1
+    with pytest.raises(ShardcError) as error:
+        prove(text.replace(old, new, 1), "qwen3", tmp_path)
+    assert str(error.value).startswith(f"{module} (model.py:{line}): ")
+
+
+def test_an_edit_that_changes_nothing_is_proved(tmp_path):
+    text = emit([captured("qwen3").variants])
+    new = text.replace(
+        "        cos = cos.unsqueeze(1)\n        sin = sin.unsqueeze(1)\n",
+        "        sin = torch.unsqueeze(sin, 1).view(sin.shape[0], 1, sin.shape[1], -1)\n        cos = cos.unsqueeze(dim=1) * 1.0\n",
+    )
+    assert new != text
+    prove(new, "qwen3", tmp_path)
+
+
+def test_another_dropout_is_refused(tmp_path):
+    text = emit([captured("gpt_neox").variants])
+    assert "nn.Dropout(0.1)" in text
+    with pytest.raises(ShardcError, match="dropout is not what the plan computes"):
+        prove(text.replace("nn.Dropout(0.1)", "nn.Dropout(0.2)", 1), "gpt_neox", tmp_path)
+
+
+def test_a_file_that_fails_is_refused(tmp_path):
+    text = emit([captured("qwen3").variants]).replace("self.k_proj(hidden_states)", "self.k_proj(hidden_states.t())")
+    with pytest.raises(ShardcError, match="fails on a plain batch"):
+        prove(text, "qwen3", tmp_path)
