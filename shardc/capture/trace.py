@@ -269,6 +269,8 @@ class _Recorder(TorchFunctionMode):
             row = self.row_of.get(id(value)) if isinstance(value, torch.Tensor) else None
             if row is not None:
                 self.call.argument_names[row] = name
+            elif isinstance(value, (str, int, bool)):
+                self.call.options[name] = value
 
     def _call_block(self, original: Callable, module: nn.Module, path: str, args: tuple, kwargs: dict) -> Any:
         skeleton = map_tensors((args, kwargs), lambda t: self._concrete(t)[:3])

@@ -15,8 +15,10 @@ from shardc.capture.graph import Source
 class AuthorNames:
     """What one class's forward says.
 
-    arguments: in order; required: those without a default. results: attribute -> targets of `x, y = self.attribute(...)`. lines: attribute -> first lines of
-    the statements in which it is called. loops: for `for layer in self.layers: x = layer(x)`, layers -> ("layer", ("x",)).
+    arguments: in order; required: those without a default.
+    results: attribute -> targets of `x, y = self.attribute(...)`.
+    lines: attribute -> first lines of the statements in which it is called.
+    loops: for `for layer in self.layers: x = layer(x)`, layers -> ("layer", ("x",)).
     aliases: for `residual = hidden_states`, hidden_states -> ("residual",).
     """
 

@@ -9,16 +9,15 @@ from torch import fx
 
 from shardc.capture.graph import op_name
 from shardc.capture.symbols import ShardSize, Size
+from shardc.emit.author import names_in
 from shardc.emit.expressions import ATOM, PRODUCT, SUM, Printer, Text
 from shardc.emit.flow import value_of
 from shardc.emit.fold import Folder, Statement, draws_sharded
 from shardc.emit.frames import ChildCall, Frame, Op
 from shardc.emit.names import Namer, is_usable, loop_variable, unused
-from shardc.emit.author import names_in
 from shardc.emit.roll import Loop, Unit, index_condition, roll
 from shardc.emit.sources import Need, gathered, gives, may_be_missing, needs_of, parts_of
 from shardc.emit.wrap import WIDTH
-
 
 _WIDTH = WIDTH - 8
 
@@ -119,8 +118,9 @@ class BodyWriter:
         for node, name in zip(self.frame.formals, self.frame.formal_names, strict=True):
             self._bind(node, name)
         returned = self._folds_into_return(finish)
-        for self.index, statement in enumerate(self.statements):
-            finish.before(self, self.index)
+        for index, statement in enumerate(self.statements):
+            self.index = index
+            finish.before(self, index)
             if statement.root is returned:
                 break
             long = self._write_statement(statement)
@@ -237,7 +237,7 @@ class BodyWriter:
         return self.name_of.get(self.flow.args(node)[0])
 
     def _make_room(self, old: fx.Node, name: str) -> str:
-        """Where the author has `residual = hidden_states`, so has the emitted code; else the new value gets a number."""
+        """Where the author has `residual = hidden_states`, so has the emitted code; else the new one gets a number."""
         for alias in names_in(self.frame.call.module_class).aliases.get(name, ()):
             taken = self.holder.get(alias)
             if (taken is None or not self._is_live(taken)) and alias not in self.all_formals:
@@ -400,7 +400,7 @@ class BodyWriter:
             return None
         return max(folded, key=lambda unit: len(self._unit(unit).text)).outputs[0]
 
-    # -- loops ----------------------------------------------------------------------------------------------------------
+    # -- loops ----------------------------------------------------------------------------------------------------
     def _write_loop(self, loop: Loop) -> None:
         relative = loop.container[len(self.frame.path) + 1 :] if self.frame.path else loop.container
         caller = loop.calls[0].frame.call.parent or self.frame.call

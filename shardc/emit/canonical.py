@@ -48,7 +48,7 @@ class Canonical:
 
 
 class Canonicaliser:
-    """Numbers the nodes of one graph. value_of: concrete shape and dtype. name_of: the canonical name of a parameter."""
+    """Numbers the nodes of one graph. value_of: concrete shape and dtype. name_of: a parameter's canonical name."""
 
     def __init__(
         self,

@@ -27,8 +27,8 @@ def compare(
 
     make_stage: builds the stage under the current default dtype and device, with an abstract `MeshAxis`. window: the
     sequence length from which the `long` variants hold. axis_sizes: of the mesh axes, default {"tp": 1}.
-    Runs on meta tensors: bfloat16 in training, float32 in evaluation. The error names the module and the line of model.py
-    of the first operation that differs.
+    Runs on meta tensors: bfloat16 in training, float32 in evaluation. The error names the module and the line of
+    model.py of the first operation that differs.
     """
     sizes = {"tp": 1, **(axis_sizes or {})}
     for training, dtype in ((True, torch.bfloat16), (False, torch.float32)):

@@ -30,15 +30,18 @@ class Text:
 ATOM, POWER, UNARY, PRODUCT, SUM, AND, XOR, OR, COMPARISON, CONDITIONAL = 100, 95, 90, 80, 70, 60, 55, 50, 40, 10
 
 _BINARY = {
-    "add": ("+", SUM), "sub": ("-", SUM), "rsub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT), "rdiv": ("/", PRODUCT),
-    "matmul": ("@", PRODUCT), "floor_divide": ("//", PRODUCT), "remainder": ("%", PRODUCT), "bitwise_and": ("&", AND),
-    "bitwise_xor": ("^", XOR), "bitwise_or": ("|", OR), "lt": ("<", COMPARISON), "le": ("<=", COMPARISON), "gt": (">", COMPARISON),
-    "ge": (">=", COMPARISON), "eq": ("==", COMPARISON), "ne": ("!=", COMPARISON),
+    "add": ("+", SUM), "sub": ("-", SUM), "rsub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT),
+    "rdiv": ("/", PRODUCT), "matmul": ("@", PRODUCT), "floor_divide": ("//", PRODUCT), "remainder": ("%", PRODUCT),
+    "bitwise_and": ("&", AND), "bitwise_xor": ("^", XOR), "bitwise_or": ("|", OR), "lt": ("<", COMPARISON),
+    "le": ("<=", COMPARISON), "gt": (">", COMPARISON), "ge": (">=", COMPARISON), "eq": ("==", COMPARISON),
+    "ne": ("!=", COMPARISON),
 }  # fmt: skip
 _REFLECTED = {"rsub", "rdiv"}
 _SIZE_METHODS = {"view", "reshape", "expand", "permute", "repeat"}
 _DEFAULTS = {
-    "scaled_dot_product_attention": {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False},
+    "scaled_dot_product_attention": {
+        "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False,
+    },
     "softmax": {"_stacklevel": 3, "dtype": None},
     "log_softmax": {"_stacklevel": 3, "dtype": None},
     "pad": {"mode": "constant", "value": None},
@@ -182,7 +185,7 @@ def _is_simple_power(text: str) -> bool:
 
 
 def _without_device(node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """`.to(device, dtype)` as `.to(dtype)`: every tensor of a run lies on one device. Casts to the same dtype go as well."""
+    """`.to(device, dtype)` as `.to(dtype)`: every tensor of a run lies on one device."""
     args = (args[0], *(x for x in args[1:] if x is not DEVICE))
     kwargs = {key: x for key, x in kwargs.items() if x is not DEVICE}
     if len(args) == 1 and kwargs.keys() == {"dtype"}:

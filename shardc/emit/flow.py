@@ -1,4 +1,4 @@
-"""The data flow of one graph without what computes nothing: operations that provably return their operand are skipped."""
+"""The data flow of one graph, read through the operations that provably return their operand."""
 
 from __future__ import annotations
 
@@ -114,11 +114,17 @@ def value_of(node: fx.Node) -> Value | None:
 
 def target_name(node: fx.Node) -> str:
     """`torch.nn.functional.silu`, `torch.Tensor.mT.__get__`, or a function of ours by its plain name."""
-    return resolve_name(node.target) or node.target.__name__
+    found = _TARGET_NAMES.get(node.target)
+    if found is None:
+        found = _TARGET_NAMES[node.target] = resolve_name(node.target) or node.target.__name__
+    return found
+
+
+_TARGET_NAMES: dict[Callable, str] = {}
 
 
 def identity_of(node: fx.Node, args: tuple, kwargs: dict[str, Any], value_of: ValueOf) -> fx.Node | None:
-    """The operand that `node` returns unchanged, bit for bit and with the same gradient; None where it computes something.
+    """The operand that `node` returns unchanged, bit for bit and with the same gradient; None if it computes something.
 
     args, kwargs: of the node, read through earlier no-ops. `contiguous` is never one: it may copy.
     """

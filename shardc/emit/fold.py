@@ -15,7 +15,7 @@ from shardc.emit.roll import Loop, Unit
 
 @dataclass(eq=False, slots=True)
 class Statement:
-    """One line to be: `root` is computed last, from the units that are folded into it. `units`: in order of evaluation."""
+    """One line to be: `root` is computed last, from what is folded into it. `units`: in order of evaluation."""
 
     root: Unit
     units: list[Unit] = field(default_factory=list)

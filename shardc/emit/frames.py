@@ -50,7 +50,7 @@ Item = Op | ChildCall
 
 @dataclass(eq=False, slots=True)
 class Frame:
-    """What one call of a module does. formals: values from outside, in the author's order; results: values that leave."""
+    """What one call of a module does. formals: values from outside, in the author's order; results: what leaves."""
 
     flow: Flow
     path: str

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardc.emit.variants import CallKey
 from shardc.emit.body import Line
+from shardc.emit.variants import CallKey
 from shardc.emit.wrap import WIDTH, wrap
 from shardc.errors import ShardcError
 
@@ -82,8 +82,9 @@ class Merger:
         try:
             tree = self._merge(bodies, {variant: frozenset() for variant in bodies})
         except _Inseparable as error:
+            kinds = ", ".join(dict.fromkeys(key.variant.name for key in error.variants))
             raise ShardcError(
-                f"{self.where}: {', '.join(dict.fromkeys(v.variant.name for v in error.variants))} batches run different code here "
+                f"{self.where}: {kinds} batches run different code here "
                 f"({error.line.text[0].strip()}), and no argument of the module tells them apart",
                 "pass the mask or the position ids to the module, or mark it `opaque`",
             ) from None

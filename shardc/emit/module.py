@@ -10,9 +10,9 @@ from shardc.capture.symbols import S, ShardSize
 from shardc.emit.author import names_in
 from shardc.emit.body import Body, BodyWriter, Finish
 from shardc.emit.classes import EmittedClass, OwnParameter, Use, grouped
+from shardc.emit.expressions import literal
 from shardc.emit.frames import ChildCall, Frame, Op
 from shardc.emit.library import library_layer
-from shardc.emit.expressions import literal
 from shardc.emit.merge import Merged, Merger, Test, branch_on
 from shardc.emit.names import Namer, is_usable, name_formals
 from shardc.emit.sources import gathered, may_be_missing
@@ -243,7 +243,7 @@ def _parameter_nodes(frame: Frame) -> list:
 
 
 def own_parameters(frames: Frames, children: Mapping[str, Use]) -> dict[str, str]:
-    """Relative name -> canonical name of what the module reads and none of its children creates, in the model's order."""
+    """Relative -> canonical name of what the module reads and none of its children creates, in the model's order."""
     found: dict[str, str] = {}
     first = next(iter(frames.values()))
     made = {name for use in children.values() for name in use.makes}

@@ -15,8 +15,8 @@ from shardc.emit.frames import ChildCall, Frame
 _TAKEN = {"self", "torch", "F", "nn", "tp", "STAGES", "packed"}
 _KEEPS_NAME = {
     "to", "float", "type_as", "view", "reshape", "contiguous", "transpose", "permute", "expand", "flatten", "unsqueeze",
-    "squeeze", "dropout", "long", "copy_to", "all_reduce", "all_gather", "all_gather_invariant", "reduce_scatter", "shard",
-    "keep_on_first", "getitem", "add", "mul",
+    "squeeze", "dropout", "long", "copy_to", "all_reduce", "all_gather", "all_gather_invariant", "reduce_scatter",
+    "shard",     "keep_on_first", "getitem", "add", "mul",
 }  # fmt: skip
 
 
@@ -79,7 +79,7 @@ class Namer:
         return name if is_usable(name) and not hasattr(builtins, name) else "x"
 
     def name_call_results(self, frame: Frame) -> None:
-        """Take the names of what child calls return from the caller's source: `hidden_states = self.mlp(hidden_states)`."""
+        """Name what child calls return as the caller's source does: `hidden_states = self.mlp(hidden_states)`."""
         for item in frame.items:
             if isinstance(item, ChildCall):
                 names = result_names(frame, item)

@@ -28,7 +28,7 @@ class Place:
 
 @dataclass(slots=True)
 class Retrace:
-    """nodes hold meta["value"], a concrete `Value`, and meta["place"]; random ones under `sharded_rng` meta["rng_axis"]."""
+    """Nodes hold meta["value"], a concrete `Value`, and meta["place"]; under `sharded_rng` also meta["rng_axis"]."""
 
     graph: fx.Graph
     outputs: dict[str, fx.Node]

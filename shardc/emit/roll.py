@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch import fx
 
@@ -101,7 +102,7 @@ def _continues(run: Sequence[ChildCall], item: ChildCall, readers: dict[fx.Node,
 def _carried(run: Sequence[ChildCall]) -> dict[str, int] | None:
     """Formal name -> index of the result that it takes over; None where two calls disagree."""
     seen: dict[str, int | None] = {}
-    for before, call in zip(run, run[1:], strict=False):
+    for before, call in pairwise(run):
         for name, actual in zip(call.frame.formal_names, call.actuals, strict=True):
             index = before.outputs.index(actual) if actual in before.outputs else None
             if seen.setdefault(name, index) != index:

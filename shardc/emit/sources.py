@@ -81,7 +81,7 @@ def is_met(need: Need, visible: Iterable[fx.Node]) -> bool:
 
 
 def add_missing_sources(root: Frame) -> None:
-    """Pass to each module the tensors that it reads only for their size, dtype or device (they are uses like any other)."""
+    """Pass to each module the tensors that it reads only for their size, dtype or device: uses like any other."""
     for frame, visible in _frames_with_scope(root):
         here = list(frame.formals)
         for item in frame.items:

@@ -137,7 +137,7 @@ def _name_all(frame: Frame, namer: Namer) -> None:
 
 
 def split_modules(stages: list[Stage]) -> frozenset[str]:
-    """Modules that lie in several stages in parts: the containers of blocks, and what runs differently in two stages."""
+    """Modules that lie in several stages in parts: containers of blocks, and what runs differently in two stages."""
     if len(stages) == 1:
         return frozenset()
     inside: list[dict[str, set[str]]] = []

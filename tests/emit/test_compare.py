@@ -1,11 +1,11 @@
 """An edited file is proved again or refused, by the line of the first operation that differs."""
 
 import pytest
+from shardc.runtime.mesh import MeshAxis
 
 from shardc.emit import emit
 from shardc.emit.compare import compare
 from shardc.errors import ShardcError
-from shardc.runtime.mesh import MeshAxis
 from tests.emit.tiny import FAMILIES, captured, load
 
 EDITS = {
@@ -42,7 +42,8 @@ def test_an_edit_that_changes_nothing_is_proved(tmp_path):
     text = emit([captured("qwen3").variants])
     new = text.replace(
         "        cos = cos.unsqueeze(1)\n        sin = sin.unsqueeze(1)\n",
-        "        sin = torch.unsqueeze(sin, 1).view(sin.shape[0], 1, sin.shape[1], -1)\n        cos = cos.unsqueeze(dim=1) * 1.0\n",
+        "        sin = torch.unsqueeze(sin, 1).view(sin.shape[0], 1, sin.shape[1], -1)\n"
+        "        cos = cos.unsqueeze(dim=1) * 1.0\n",
     )
     assert new != text
     prove(new, "qwen3", tmp_path)

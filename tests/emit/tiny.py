@@ -24,6 +24,16 @@ _HEADS = dict(_SMALL, head_dim=16)
 _PLAIN_HEADS = {key: x for key, x in _SMALL.items() if key != "num_key_value_heads"}
 
 
+_GEMMA3 = dict(_HEADS, num_hidden_layers=7, sliding_window=12, sliding_window_pattern=3)
+_GPT2 = dict(
+    vocab_size=256, n_embd=64, n_layer=4, n_head=4, n_positions=64, use_cache=False, bos_token_id=1, eos_token_id=2
+)
+_OPT = dict(
+    vocab_size=256, hidden_size=64, ffn_dim=128, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64,
+    dropout=0.1, attention_dropout=0.1, word_embed_proj_dim=64, use_cache=False,
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Tiny:
     """config: name of transformers' config class. window: of its attention, which the batch of 30 tokens exceeds."""
@@ -36,18 +46,15 @@ class Tiny:
 FAMILIES = {
     "qwen3": Tiny("Qwen3Config", _HEADS),
     "llama": Tiny("LlamaConfig", _HEADS),
-    "gpt2": Tiny("GPT2Config", dict(vocab_size=256, n_embd=64, n_layer=4, n_head=4, n_positions=64, use_cache=False,
-                                    bos_token_id=1, eos_token_id=2)),
+    "gpt2": Tiny("GPT2Config", _GPT2),
     "gemma2": Tiny("Gemma2Config", dict(_HEADS, sliding_window=12, attn_implementation="eager"), 12),
-    "gemma3": Tiny("Gemma3TextConfig", dict(_HEADS, num_hidden_layers=7, sliding_window=12, sliding_window_pattern=3), 12),
+    "gemma3": Tiny("Gemma3TextConfig", _GEMMA3, 12),
     "mistral": Tiny("MistralConfig", dict(_HEADS, sliding_window=23), 23),
     "gpt_neox": Tiny("GPTNeoXConfig", dict(_PLAIN_HEADS, hidden_dropout=0.1)),
-    "opt": Tiny("OPTConfig", dict(vocab_size=256, hidden_size=64, ffn_dim=128, num_hidden_layers=4, num_attention_heads=4,
-                                  max_position_embeddings=64, dropout=0.1, attention_dropout=0.1, word_embed_proj_dim=64,
-                                  use_cache=False)),
+    "opt": Tiny("OPTConfig", _OPT),
     "phi3": Tiny("Phi3Config", dict(_SMALL, pad_token_id=0, resid_pdrop=0.1)),
     "olmo2": Tiny("Olmo2Config", _SMALL),
-}  # fmt: skip
+}
 
 
 def maker(name: str, **fields: Any) -> Callable[[], nn.Module]:
