@@ -55,6 +55,8 @@ def fit_literal(values: Sequence[Any], probes: Sequence[Probe]) -> Any:
         fits = [size for form in ((1, 0), (0, 1), (1, 1)) if (size := _fit_size(values, probes, *form))]
         if len(fits) == 1:
             return fits[0]
+        if not fits and (size := _fit_shifted_tokens(values, probes)):
+            return size
         if fits:
             raise FitError(f"{list(values)} has more than one explanation: {', '.join(map(str, fits))}")
     raise FitError(f"{list(values)} does not follow batch size, sequence length, dtype or training mode")
@@ -67,6 +69,19 @@ def _fit_size(values: Sequence[int], probes: Sequence[Probe], batch: int, seq: i
     if rest or not coefficient:
         return None
     size = Size(coefficient, batch, seq, values[0] - coefficient * forms[0])
+    return size if all(size.at(p.batch, p.seq) == v for v, p in zip(values, probes, strict=True)) else None
+
+
+def _fit_shifted_tokens(values: Sequence[int], probes: Sequence[Probe]) -> Size | None:
+    """`c*B*(S+k)`: what is left of all tokens when labels are shifted."""
+    one, two = probes[:2]
+    rows = [value // p.batch if value % p.batch == 0 else None for value, p in zip(values[:2], probes, strict=False)]
+    if None in rows or one.seq == two.seq:
+        return None
+    coefficient, rest = divmod(rows[1] - rows[0], two.seq - one.seq)
+    if rest or not coefficient:
+        return None
+    size = Size(coefficient, 1, 1, Size(rows[0] - coefficient * one.seq, 1, 0))
     return size if all(size.at(p.batch, p.seq) == v for v, p in zip(values, probes, strict=True)) else None
 
 

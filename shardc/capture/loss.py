@@ -71,7 +71,7 @@ def normalise_loss(model: ModelGraph) -> None:
         Value(given["target"].meta["value"].shape, torch.bool, False),
     )
     count = after(valid, torch.Tensor.sum, (valid,), Value((), torch.int64, False))
-    loss = after(node, torch.Tensor.div, (node, num_targets), loss_value)
+    loss = after(node, torch.Tensor.div, (node, num_targets), Value((), torch.float32, loss_value.requires_grad))
     model.outputs |= {"loss": loss, "count": count}
     output = graph.output_node()
     output.args = (tuple(model.outputs.values()),)

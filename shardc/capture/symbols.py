@@ -9,19 +9,25 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """`coefficient * B**batch * S**seq + offset`: an integer that follows the batch B and the sequence S."""
+    """`coefficient * B**batch * S**seq + offset`: an integer that follows the batch B and the sequence S.
+
+    The offset is a number, but for the tokens of a shifted sequence: `B*(S-1)` is `B*S-B`.
+    """
 
     coefficient: int
     batch: int
     seq: int
-    offset: int = 0
+    offset: int | Size = 0
 
     def at(self, batch_size: int, seq_length: int) -> int:
-        return self.coefficient * batch_size**self.batch * seq_length**self.seq + self.offset
+        offset = self.offset.at(batch_size, seq_length) if isinstance(self.offset, Size) else self.offset
+        return self.coefficient * batch_size**self.batch * seq_length**self.seq + offset
 
     def __repr__(self) -> str:
-        factors = ([str(self.coefficient)] if self.coefficient != 1 else []) + ["B"] * self.batch + ["S"] * self.seq
-        return "*".join(factors) + (f"{self.offset:+d}" if self.offset else "")
+        signs = {1: [], -1: ["-"]}.get(self.coefficient, [f"{self.coefficient}*"])
+        text = "".join(signs) + "*".join(["B"] * self.batch + ["S"] * self.seq)
+        offset = str(self.offset) if self.offset else ""
+        return text + ("+" if offset and offset[0] != "-" else "") + offset
 
 
 @dataclass(frozen=True, slots=True)

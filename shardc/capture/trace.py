@@ -137,6 +137,8 @@ class _Recorder(TorchFunctionMode):
         return self._operation(func, args, kwargs)
 
     def _operation(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        if not torch.is_grad_enabled() and func is not torch.Tensor.detach and func not in _MARKS:
+            args, kwargs = map_tensors((args, kwargs), self._detached)  # a graph has no `with torch.no_grad()`
         operands: list[torch.Tensor] = []
         try:
             key = (
@@ -160,6 +162,9 @@ class _Recorder(TorchFunctionMode):
             if key is not None:
                 self.memo[key] = signature
         return self._results(signature, operands)
+
+    def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._operation(torch.Tensor.detach, (tensor,), {}) if self._concrete(tensor).requires_grad else tensor
 
     def _results(self, signature: Signature, operands: list[torch.Tensor]) -> Any:
         """New tensors for what an operation returned, each bound to its row.
@@ -202,13 +207,13 @@ class _Recorder(TorchFunctionMode):
             self._refuse_write(f"in-place write to a view by {name}")
         if self.row(target).op == "get_attr":
             self._refuse_write(f"in-place write to a parameter or buffer by {name}")
+        if target.requires_grad and not torch.is_grad_enabled():
+            self._refuse_write(f"in-place write without gradient by {name} to a tensor that requires one")
         new = self._operation(plain, args, kwargs)
-        if new.dtype != target.dtype:
-            new = self._operation(torch.Tensor.to, (new, target.dtype), {})
-        if new.shape != target.shape or (target.requires_grad and not new.requires_grad):
-            self._refuse_write(f"in-place operation {name} on a tensor of shape {tuple(target.shape)}")
-        if new.requires_grad and not target.requires_grad:
-            target.requires_grad_()
+        if (new.shape, new.dtype) != (target.shape, target.dtype):
+            kept = f"keeps {target.dtype} {tuple(target.shape)} where the result is {new.dtype} {tuple(new.shape)}"
+            self._refuse_write(f"in-place operation {name} {kept}")
+        target.requires_grad_(new.requires_grad)
         self.bind(target, self.row(new))
         return target
 
