@@ -180,24 +180,24 @@ def _run(task: _Task, folder: Path, dp: int, padding: str, note: Progress) -> Ve
     )
     write_plan(plan, folder / "plan")
     note("reference")
-    model = _perturbed(task.source)
+    model = perturbed_model(task.source)
     (folder / "weights").mkdir()
     parameters = {name: p.detach().contiguous() for name, p in model.named_parameters()}
     save_file(parameters, folder / "weights" / "model.safetensors")
     microbatches = plan.settings.microbatches
-    batch = _batch(model, rows=dp * (2 * microbatches + 1), vocabulary=_vocabulary(task.source), padding=padding)
+    batch = make_batch(model, rows=dp * (2 * microbatches + 1), vocabulary=vocabulary_of(task.source), padding=padding)
     save_file(batch, folder / "batch.safetensors")
-    loss_ref, gradients_ref = _reference(model, batch)
+    loss_ref, gradients_ref = reference_step(model, batch)
     world = dp * plan.settings.tp * plan.settings.pp
     note(f"{world} ranks" if world > 1 else "one rank")
     losses = _run_ranks(folder, world)
     gradients = load_file(folder / "gradients.safetensors")
-    worst_loss = max((each["loss"] for each in losses), key=lambda loss: _relative(loss, loss_ref))
+    worst_loss = max((each["loss"] for each in losses), key=lambda loss: relative_error(loss, loss_ref))
     norm_ref = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients_ref.values()])).item()
     return VerifyResult(
         loss=worst_loss,
         loss_ref=loss_ref,
-        loss_error=_relative(worst_loss, loss_ref),
+        loss_error=relative_error(worst_loss, loss_ref),
         grad_norm=losses[0]["grad_norm"],
         grad_norm_ref=norm_ref,
         gradients=compare_gradients(gradients, gradients_ref),
@@ -206,7 +206,7 @@ def _run(task: _Task, folder: Path, dp: int, padding: str, note: Progress) -> Ve
     )
 
 
-def _relative(value: float, reference: float) -> float:
+def relative_error(value: float, reference: float) -> float:
     error = abs(value - reference) / max(abs(reference), 1e-30)
     return error if math.isfinite(error) else math.inf
 
@@ -226,7 +226,7 @@ def compare_gradients(found: Mapping[str, Tensor], reference: Mapping[str, Tenso
 
 
 # -- the reference -----------------------------------------------------------------------------------------------------
-def _perturbed(source: ModelSource) -> nn.Module:
+def perturbed_model(source: ModelSource) -> nn.Module:
     """The model in float32, every parameter moved, so that no norm is 1 and no bias 0."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
@@ -242,20 +242,22 @@ def _perturbed(source: ModelSource) -> nn.Module:
     return model
 
 
-def _vocabulary(source: ModelSource) -> int:
+def vocabulary_of(source: ModelSource) -> int:
     return getattr(source.config, "vocab_size", None) or 2
 
 
-def _batch(model: nn.Module, *, rows: int, vocabulary: int, padding: str) -> dict[str, Tensor]:
+def make_batch(
+    model: nn.Module, *, rows: int, vocabulary: int, padding: str, length: int = LENGTH
+) -> dict[str, Tensor]:
     """Rows of tokens; row i ignores its first i % 5 labels, and with padding lacks i % 4 tokens on that side."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, vocabulary, (rows, LENGTH), generator=generator)
+    ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
     labels, mask = ids.clone(), torch.ones_like(ids)
     for i in range(rows):
         labels[i, : i % 5] = -100
         missing = i % 4
         if missing and padding != "none":
-            side = slice(0, missing) if padding == "left" else slice(LENGTH - missing, LENGTH)
+            side = slice(0, missing) if padding == "left" else slice(length - missing, length)
             mask[i, side], labels[i, side], ids[i, side] = 0, -100, 0
     batch = {"input_ids": ids, "labels": labels}
     if padding != "none":
@@ -267,7 +269,7 @@ def _batch(model: nn.Module, *, rows: int, vocabulary: int, padding: str) -> dic
     return batch
 
 
-def _reference(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+def reference_step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the model in this process, by canonical name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
