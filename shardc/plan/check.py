@@ -203,8 +203,8 @@ def _count(source: ModuleType, stages: Stages) -> Checked:
             if int(found) != int(expected):
                 what = f"count_targets gives {int(found)} targets where the loss has {int(expected)}"
                 yield _finding("source", "model.py", what)
-            else:
-                yield "count_targets"
+                return
+            yield "count_targets"
 
 
 def evaluate(wanted: fx.Node, inputs: dict[str, Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardc.capture import CapturedModel, ModelGraph, Variant, capture
+from shardc.capture import CapturedModel, ModelGraph, Variant, capture, window_of
 from shardc.emit import emit
 from shardc.errors import ShardcError
 from shardc.models import ModelSource, resolve
@@ -20,7 +20,6 @@ from shardc.pipeline.schedule_check import check_schedule
 from shardc.pipeline.schedules import build_schedule
 from shardc.plan.graph_json import graphs_to_json
 from shardc.plan.refuted import Refuted
-from shardc.plan.window import attention_window
 from shardc.policy import AUTO, Policy, Rule, find_blocks, load_policy, match, policy_for
 from shardc.policy.types import LEAVES
 from shardc.sharding.shard import ShardedModel, localise_model, shard
@@ -101,6 +100,8 @@ def compile_plan(
     """
     settings = _settings(tp, pp, sp, schedule, microbatches, dtype)
     run = _Passes(progress)
+    actions = run("schedule", build_schedule, schedule, pp, settings.microbatches)  # first: it needs no model
+    run("schedule", check_schedule, actions)
     source = model if isinstance(model, ModelSource) else run("resolve", resolve, model, overrides, settings.dtype)
     chosen = run("policy", choose_policy, source, policy, tp)
     captured = run("capture", _capture, source, settings.dtype)
@@ -114,8 +115,6 @@ def compile_plan(
     run("localise", localise_model, sharded)
     first_blocks = [[*costs.blocks][i] for i in cuts]
     stages = run("cut", cut_variants, sharded.variants, first_blocks)
-    actions = run("schedule", build_schedule, schedule, pp, settings.microbatches)
-    run("schedule", check_schedule, actions)
     text = run("emit", emit, stages, window=captured.window, title=_title(source, settings))
     return CompiledPlan(
         source, settings, chosen, sharded, captured, costs, graphs, first_blocks, stages, actions, text, run.seconds
@@ -168,7 +167,7 @@ def match_policy(policy: Policy, model: ModelGraph) -> tuple[dict[str, Rule], li
 
 
 def _capture(source: ModelSource, dtype: str) -> CapturedModel:
-    return capture(source.make, window=attention_window(source.config), dtype=getattr(torch, dtype))
+    return capture(source.make, window=window_of(source.config), dtype=getattr(torch, dtype))
 
 
 def _choose_cuts(policy: Policy, costs: Costs, pp: int) -> list[int]:

@@ -1,0 +1,143 @@
+"""A plan as it was written is proved; each seeded mistake is refuted, with its place."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardc.errors import ShardcError
+from shardc.plan import Refuted, check_folder, load_plan
+
+
+def _edit(folder: Path, change: Callable[[dict], None]) -> None:
+    data = json.loads((folder / "plan.json").read_text())
+    change(data)
+    (folder / "plan.json").write_text(json.dumps(data))
+
+
+def _edit_text(folder: Path, name: str, old: str, new: str) -> None:
+    text = (folder / name).read_text()
+    assert old in text
+    (folder / name).write_text(text.replace(old, new))
+
+
+def test_a_written_plan_is_proved(written: Path) -> None:
+    certificate = check_folder(written)
+    assert certificate.findings == []
+    assert certificate.proved
+    assert {"layouts", "gradients", "stages", "ties", "schedule", "source"} <= {*certificate.obligations}
+    assert all(count > 0 for count in certificate.obligations.values())
+
+
+def _forget_norm(data: dict) -> None:
+    for i in range(3):
+        data["parameters"][f"model.layers.{i}.self_attn.q_norm.weight"]["grad_reduce"] = []
+
+
+def _leave_partial_sum(data: dict) -> None:
+    """Takes the first all-reduce out of each graph: its operand is used as it is."""
+    for graph in data["graphs"]["variants"].values():
+        nodes = graph["nodes"]
+        reduced = next(node for node in nodes if node.get("target", "").endswith(".all_reduce"))
+        nodes.remove(reduced)
+        text = json.dumps(nodes).replace(f'"%{reduced["name"]}"', f'"{reduced["args"][0]}"')
+        graph["nodes"] = json.loads(text)
+        for call in graph["calls"]:
+            call["arguments"].pop(reduced["name"], None)
+
+
+def _send_nothing(data: dict) -> None:
+    data["stages"][0]["sends"] = []
+
+
+def _receive_nothing(data: dict) -> None:
+    data["stages"][1]["receives"] = []
+
+
+def _receive_another_shape(data: dict) -> None:
+    data["stages"][1]["receives"][0]["shape"][2] = 31
+
+
+def _sum_no_tie(data: dict) -> None:
+    data["ties"] = []
+
+
+def _move_parameter(data: dict) -> None:
+    data["parameters"]["model.norm.weight"]["stages"] = [0]
+
+
+def _take_no_mask(data: dict) -> None:
+    data["stages"][1]["batch"] = ["labels"]
+
+
+MISTAKES = [
+    (_forget_norm, "gradients|layouts", "q_norm"),
+    (_leave_partial_sum, "layouts", "partial sum|is P"),
+    (_send_nothing, "stages", "stage 0: sends nothing, but its graph says hidden_states"),
+    (_receive_nothing, "stages", "stage 1: receives nothing, but its graph says hidden_states"),
+    (_receive_another_shape, "stages", "stage 1: receives hidden_states"),
+    (_sum_no_tie, "ties", "model.embed_tokens.weight: is read by stages"),
+    (_move_parameter, "ties", "model.norm.weight: is said to be on stages"),
+    (_take_no_mask, "stages", "stage 1: takes"),
+]
+
+
+@pytest.mark.parametrize(("change", "obligation", "text"), MISTAKES, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_mistake_in_plan_json_is_refuted(
+    folder: Path, change: Callable[[dict], None], obligation: str, text: str
+) -> None:
+    _edit(folder, change)
+    findings = check_folder(folder).findings
+    assert findings
+    assert any(f.obligation in obligation.split("|") for f in findings)
+    assert any(part in str(f) for part in text.split("|") for f in findings), [str(f) for f in findings]
+
+
+SOURCES = [
+    ("return all_reduce(down_proj, self.tp)", "return 2 * all_reduce(down_proj, self.tp)", "mlp (model.py:"),
+    ("(shift_labels != -100).sum()", "(shift_labels != -101).sum()", "count_targets gives"),
+    ("return residual + hidden_states", "return no_such_name", "no_such_name"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "text"), SOURCES, ids=lambda x: x)
+def test_a_wrong_edit_of_the_source_is_refuted_and_not_loaded(folder: Path, old: str, new: str, text: str) -> None:
+    _edit_text(folder, "model.py", old, new)
+    findings = check_folder(folder).findings
+    assert [f.obligation for f in findings] == ["source"]
+    assert text in str(findings[0])
+    with pytest.raises(Refuted, match="refuted: "):
+        load_plan(folder)
+
+
+def test_a_right_edit_of_the_source_is_loaded(folder: Path) -> None:
+    _edit_text(
+        folder, "model.py", "return residual + hidden_states", "total = residual + hidden_states\n        return total"
+    )
+    assert load_plan(folder).spec.model == "Qwen3-4B"
+
+
+def test_a_schedule_that_cannot_run_is_refuted(folder: Path) -> None:
+    _edit_text(folder, "schedule.json", '"1RECV_F0", ', "")
+    (finding,) = check_folder(folder).findings
+    assert finding.obligation == "schedule"
+
+
+@pytest.mark.parametrize("name", ["plan.json", "schedule.json", "model.py"])
+def test_a_folder_that_lacks_a_file_is_refused(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(ShardcError) as error:
+        check_folder(folder)
+    assert error.value.problem == f"{folder} is no plan folder: it has no {name}"
+
+
+@pytest.mark.parametrize("field", ["mesh", "parameters", "stages", "graphs"])
+def test_a_plan_that_lacks_a_field_is_refused(folder: Path, field: str) -> None:
+    def remove(data: dict[str, Any]) -> None:
+        del data[field]
+
+    _edit(folder, remove)
+    with pytest.raises(ShardcError, match=r"plan\.json"):
+        check_folder(folder)
