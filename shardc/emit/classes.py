@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from shardc.capture.graph import Parameter
 from shardc.capture.symbols import MODEL_DTYPE
 from shardc.emit.roll import index_condition
+from shardc.emit.sizes import size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class EmittedClass:
     def size_arguments(self) -> dict[tuple[int, int], str]:
         """(parameter, dim) -> the constructor's argument, for the sizes in which the instances differ."""
         columns: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        ordered = sorted(self.instances)
+        ordered = sorted(self.instances, key=repr)  # a size may be a ShardSize, which has no order
         for i, parameter in enumerate(self.parameters):
             for dim in range(len(parameter.shape)):
                 column = tuple(shapes[i][dim] for shapes in ordered)
@@ -74,7 +75,7 @@ class EmittedClass:
         given = {name: shapes[i][dim] for (i, dim), name in self.size_arguments().items()}
         names = list(dict.fromkeys(self.size_arguments().values()))
         ordered = sorted(names) if "in_features" in names else names
-        return f"{self.name}({', '.join([*(['tp'] if self.needs_tp else []), *(str(given[n]) for n in ordered)])})"
+        return f"{self.name}({', '.join([*(['tp'] if self.needs_tp else []), *(size_text(given[n]) for n in ordered)])})"
 
     def init(self) -> tuple[str, list[str]]:
         """(arguments, statements) of __init__; no statements where the class has nothing to build."""
@@ -96,7 +97,7 @@ class EmittedClass:
 
         for i, parameter in enumerate(self.parameters):
             hold(parameter.name.rpartition(".")[0])
-            sizes = [places.get((i, dim), str(size)) for dim, size in enumerate(parameter.shape)]
+            sizes = [places.get((i, dim), size_text(size)) for dim, size in enumerate(parameter.shape)]
             lines.append(parameter.statement(sizes))
         for container, members in grouped(self.children).items():
             if isinstance(members, Use):

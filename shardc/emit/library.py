@@ -8,10 +8,11 @@ from typing import Any
 from torch import fx, nn
 
 from shardc.capture.graph import op_name
-from shardc.capture.symbols import TRAINING, ShardSize
+from shardc.capture.symbols import TRAINING
 from shardc.emit.expressions import drop_defaults, literal
 from shardc.emit.flow import target_name, value_of
 from shardc.emit.frames import Frame, Op
+from shardc.emit.sizes import size_text
 
 _ACTIVATIONS = {"silu": "SiLU", "relu": "ReLU", "gelu": "GELU"}
 
@@ -72,14 +73,6 @@ def _linear(frame: Frame, args: tuple, kwargs: dict[str, Any]) -> tuple[str, str
     if shape is None:
         return None
     return f"nn.Linear({size_text(shape[1])}, {size_text(shape[0])}{', bias=False' if bias is None else ''})", None
-
-
-def size_text(size: int | ShardSize) -> str:
-    """A size in a constructor; one that differs between ranks (an odd vocabulary) is asked of the axis."""
-    if isinstance(size, ShardSize):
-        axis = "tp" if size.axis == "tp" else f'tp.sub("{size.axis.removeprefix("tp.")}")'
-        return f"{axis}.shard_size({size.size})"
-    return str(size)
 
 
 def _row_linear(
