@@ -12,7 +12,8 @@ _VIEWS = ("view", "reshape")
 _ROWS = Size(1, 1, 1)  # B*S
 # Operations that treat each row alike, so that it does not matter whether rows are counted once or as B times S.
 _ROW_BY_ROW = (
-    "linear", "addmm", "layer_norm", "dropout", "add", "mul", "sub", "div", "relu", "gelu", "silu", "tanh", "pow", "to", "float", "contiguous",
+    "linear", "addmm", "layer_norm", "dropout", "add", "mul", "sub", "div", "relu", "gelu", "silu", "tanh", "pow", "to",
+    "float", "contiguous",
 )  # fmt: skip
 
 

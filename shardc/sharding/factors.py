@@ -1,8 +1,8 @@
 """Factors: what the elements of a dim count, so that a head split out of `q_proj` is known again in attention.
 
-Each dim of a value is a list of factors, outermost first: `view` to (B, S, 8, 128) turns one factor of 1024 into 8 * 128.
-A dim that is put together or taken apart by `cat`, `split` or slices is a factor with *segments* (`q | k | v`).
-Operations unify factors of their operands; no layout is involved here, only shapes.
+Each dim of a value is a list of factors, outermost first: `view` to (B, S, 8, 128) turns one factor of 1024 into
+8 * 128. A dim that is put together or taken apart by `cat`, `split` or slices is a factor with *segments*
+(`q | k | v`). Operations unify factors of their operands; no layout is involved here, only shapes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Factors = list["Factor"]
 class Factor:
     """`size` indices. Refined by `parts` (a product, outermost first) or `segments` (a sum), or equal to `same`.
 
-    whole: an operation that needs all indices on one rank, None without any. Each such operation lists the factors that
-    it needs in `meta["whole"]`: elsewhere in the graph they may still be sharded, as the sequence is between attentions.
+    whole: an operation that needs all indices on one rank, None without any. Each such operation lists the factors
+    that it needs in `meta["whole"]`: elsewhere they may still be sharded, as the sequence is between attentions.
     """
 
     size: Dim
@@ -68,9 +68,32 @@ def contains(factors: Sequence[Factor], wanted: Factor) -> bool:
     )
 
 
+def splits(factors: Sequence[Factor], wanted: Factor) -> bool:
+    """Whether a dim is sharded where `wanted` is: it is among the leaves, or in every segment of one of them."""
+    return any(
+        leaf is wanted or (leaf.segments is not None and all(splits(segment, wanted) for segment in leaf.segments))
+        for leaf in leaves(factors)
+    )
+
+
 def dim_of(dims: Dims, wanted: Factor) -> int | None:
-    """The dim in which a factor lies, None where the value does not have it."""
-    return next((d for d, factors in enumerate(dims) if contains(factors, wanted)), None)
+    """The dim that is sharded where `wanted` is, None where the value has none."""
+    return next((d for d, factors in enumerate(dims) if splits(factors, wanted)), None)
+
+
+def times(dims: Dims, wanted: Factor) -> int:
+    """How often a factor occurs; alternatives in segments count once."""
+    return sum(_times(factors, wanted) for factors in dims)
+
+
+def _times(factors: Sequence[Factor], wanted: Factor) -> int:
+    total = 0
+    for leaf in leaves(factors):
+        if leaf is wanted:
+            total += 1
+        elif leaf.segments is not None:
+            total += max((_times(segment, wanted) for segment in leaf.segments), default=0)
+    return total
 
 
 def is_whole_dim(factors: Sequence[Factor], wanted: Factor) -> bool:

@@ -39,6 +39,11 @@ def sharded(factor: Factor) -> Layout:
     return Layout("S", factor)
 
 
+def same_layouts(a: dict[str, Layout], b: dict[str, Layout], has_gradient: bool) -> bool:
+    """Whether two values are held alike on every axis; without a gradient I and R are the same."""
+    return all(a[axis] == b[axis] or (not has_gradient and {a[axis], b[axis]} == {I, R}) for axis in a)
+
+
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """A change of layout: the runtime function, and the letters before and after."""

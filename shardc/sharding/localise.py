@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from torch import fx
@@ -10,7 +12,7 @@ from shardc.capture.graph import ModelGraph, Parameter, Value, op_name
 from shardc.capture.symbols import Dim, ShardSize, Size
 from shardc.errors import ShardcError
 from shardc.sharding.analyse import describe
-from shardc.sharding.factors import Dims, Factor, leaves, product
+from shardc.sharding.factors import Dims, Factor, leaves, product, quotient
 from shardc.sharding.layout import Layout
 from shardc.sharding.mesh import Mesh
 from shardc.sharding.rules import argument, dims_of
@@ -63,7 +65,9 @@ class _Localiser:
         found = leaves(factors)
         if len(found) == 1 and found[0].segments is not None:
             parts = [self.dim(product([f.size for f in leaves(s)]) if s else 1, s, layouts) for s in found[0].segments]
-            return sum(parts) if all(isinstance(p, int) for p in parts) else size
+            if not all(isinstance(part, int) for part in parts):
+                raise ShardcError(f"a segment of {size} has uneven shards", "use a tp that divides it")
+            return sum(parts)
         local = [self._leaf(leaf, layouts) for leaf in found]
         if local == [leaf.size for leaf in found]:
             return size
@@ -71,13 +75,11 @@ class _Localiser:
 
     def _leaf(self, leaf: Factor, layouts: Layouts) -> Dim:
         axes = tuple(axis for axis, layout in layouts.items() if layout.factor is leaf)
-        ranks = 1
-        for axis in axes:
-            ranks *= self.mesh.sizes[axis]
+        ranks = prod(self.mesh.sizes[axis] for axis in axes)
         if ranks == 1:
             return self.dim(leaf.size, [leaf], layouts) if leaf.segments is not None else leaf.size
-        if isinstance(leaf.size, int):
-            return leaf.size // ranks if leaf.size % ranks == 0 else ShardSize(leaf.size, self.mesh.name(axes))
+        if isinstance(leaf.size, int) and leaf.size % ranks == 0:
+            return leaf.size // ranks
         return ShardSize(leaf.size, self.mesh.name(axes))
 
     # -- literals -----------------------------------------------------------------------------------------------------
@@ -86,8 +88,12 @@ class _Localiser:
         if not any(layout.letter == "S" for layouts in _all_layouts(node) for layout in layouts.values()):
             return
         name = op_name(node.target)
-        if name in ("view", "reshape", "expand"):
+        if name in ("view", "reshape", "expand", "broadcast_to"):
             self._sizes(node)
+        elif name == "unflatten":
+            self._unflattened(node)
+        elif name in ("repeat", "repeat_interleave"):
+            self._copies(node)
         elif name == "split" and not isinstance(argument(node, 1, "split_size_or_sections"), int):
             self._pieces(node)
         elif name == "split":
@@ -96,11 +102,38 @@ class _Localiser:
             self._slices(node)
 
     def _sizes(self, node: fx.Node) -> None:
-        tupled = isinstance(node.args[1], tuple)
-        old = node.args[1] if tupled else node.args[1:]
+        """The whole result shape: view(x, 2, 3), view(x, (2, 3)), view(x, size=(2, 3))."""
         shape = node.meta["value"].shape
-        new = tuple(o if o == -1 else s for o, s in zip(old, shape, strict=True))
-        node.args = (node.args[0], new) if tupled else (node.args[0], *new)
+        if len(node.args) == 1:
+            node.kwargs = {name: _local_sizes(old, shape) for name, old in node.kwargs.items()}
+        elif isinstance(node.args[1], (tuple, list)):
+            node.args = (node.args[0], _local_sizes(node.args[1], shape))
+        else:
+            node.args = (node.args[0], *_local_sizes(node.args[1:], shape))
+
+    def _unflattened(self, node: fx.Node) -> None:
+        d = int(argument(node, 1, "dim")) % len(node.args[0].meta["value"].shape)
+        sizes = argument(node, 2, "sizes")
+        node.args = (node.args[0], d, _local_sizes(sizes, node.meta["value"].shape[d : d + len(sizes)]))
+        node.kwargs = {}
+
+    def _copies(self, node: fx.Node) -> None:
+        """Each rank makes its own copies only, where they are what is sharded."""
+        source, result = node.args[0].meta, node.meta
+        added = len(result["value"].shape) - len(source["value"].shape)
+        before = (1,) * added + source["value"].shape
+        ratios = [_ratio(new, old) for new, old in zip(result["value"].shape, before, strict=True)]
+        whole = [
+            _ratio(n, o) for n, o in zip(result["global_shape"], (1,) * added + source["global_shape"], strict=True)
+        ]
+        if ratios == whole:
+            return
+        if op_name(node.target) == "repeat_interleave":
+            d = int(argument(node, 2, "dim")) % len(ratios)
+            node.args = (node.args[0], ratios[d], *node.args[2:])
+        else:
+            times = tuple(ratios)
+            node.args = (node.args[0], times) if isinstance(node.args[1], (tuple, list)) else (node.args[0], *times)
 
     def _results(self, node: fx.Node) -> list[fx.Node]:
         return sorted(node.users, key=lambda user: user.args[1])
@@ -158,6 +191,16 @@ class _Localiser:
         return slice(
             edges[start] if cut.start is not None else None, edges[stop] if cut.stop is not None else None, cut.step
         )
+
+
+def _local_sizes(old: Sequence[Dim], shape: Sequence[Dim]) -> tuple[Dim, ...]:
+    """The local shape, but -1 where the author left the size open."""
+    return tuple(-1 if size == -1 else local for size, local in zip(old, shape, strict=True))
+
+
+def _ratio(new: Dim, old: Dim) -> int:
+    """How often a dim of `old` elements is repeated in one of `new`."""
+    return 1 if new == old else quotient(new, old)
 
 
 def _all_layouts(node: fx.Node) -> list[Layouts]:

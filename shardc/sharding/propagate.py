@@ -1,7 +1,7 @@
 """Give every value its layouts, and put a conversion on each edge whose ends would disagree.
 
-Before: a captured graph with factors, and marks. After: the same graph with conversion nodes, `meta["layouts"]` (axis ->
-Layout) on every value, sharded embeddings and losses replaced by their parallel versions, and for each parameter the
+Before: a captured graph with factors, and marks. After: the same graph with conversion nodes, `meta["layouts"]` (axis
+-> Layout) on every value, sharded embeddings and losses replaced by their parallel versions, and for each parameter the
 axes over which its gradient is partial. Only the conversions that belong to a role are inserted.
 """
 
@@ -14,16 +14,16 @@ import torch
 from torch import fx, nn
 
 from shardc.capture.graph import Call, ModelGraph, block_input, block_output, op_name, repeat_block
-from shardc.capture.symbols import Axis, WhileTraining
+from shardc.capture.symbols import Axis
 from shardc.errors import ShardcError
 from shardc.policy import Rule
 from shardc.runtime.layers import vocab_cross_entropy, vocab_embedding
 from shardc.sharding.analyse import describe
-from shardc.sharding.factors import Factor, contains, dim_of, is_whole_dim, leaves
-from shardc.sharding.layout import FUNCTION_OF, I, Layout, P, R, sharded
+from shardc.sharding.factors import Factor, contains, dim_of, is_whole_dim, leaves, splits
+from shardc.sharding.layout import FUNCTION_OF, I, Layout, P, R, same_layouts, sharded
 from shardc.sharding.mark import Marks
 from shardc.sharding.mesh import Mesh
-from shardc.sharding.rules import argument, dims_of, rule_of, set_dims, tensors
+from shardc.sharding.rules import argument, dims_of, draws, result_dims, rule_of, set_dims, tensors
 
 # A value computed from parameters alone: I or R, whichever its users need, so that no activation is reduced for it.
 FREE = Layout("free")
@@ -92,10 +92,11 @@ class _Propagator:
     def _repeat(self, node: fx.Node) -> None:
         repeat, *actuals = node.args
         for formal, actual in zip(self.inputs[repeat.representative], actuals, strict=True):
-            if formal.meta["layouts"] != actual.meta["layouts"] and actual.meta["value"].requires_grad:
+            have, other = actual.meta["layouts"], formal.meta["layouts"]
+            if not same_layouts(have, other, actual.meta["value"].requires_grad):
                 raise ShardcError(
-                    f"{repeat.instance}: its input is {actual.meta['layouts']}, that of {repeat.representative} is {formal.meta['layouts']}",
-                    "give equal blocks equal roles",
+                    f"{repeat.instance}: its input is {have}, that of {repeat.representative} is {other}",
+                    "give the modules around the two blocks equal roles",
                 )
         results = [o.meta["layouts"] for o in self.outputs[repeat.representative]]
         node.meta["layouts"] = results[0] if "value" in node.meta else results
@@ -149,10 +150,10 @@ class _Propagator:
             return {node.args[0]: sharded(self.sequence)}, sharded(self.sequence)
         if self._enters(node, name):
             return dict.fromkeys(operands, R), R
-        if self._is_free(operands, have):
+        if "value" in node.meta and self._is_free(node, have):
             return {}, FREE
         copies = self._copies(node, axis)
-        if any(have[o] is R and o.meta["value"].requires_grad for o in operands):
+        if any(have[o] == R and o.meta["value"].requires_grad for o in operands):
             if copies is not None:
                 node.meta["shards_copies"] = (*node.meta.get("shards_copies", ()), axis)
             return {o: R for o in operands if o.meta["value"].requires_grad}, sharded(
@@ -160,14 +161,18 @@ class _Propagator:
             ) if copies is not None else R
         return {o: I for o in operands if have[o] is FREE or have[o].letter == "S"}, I
 
-    def _is_free(self, operands: list[fx.Node], have: Layouts) -> bool:
-        """Whether all gradients of an operation go to parameters."""
-        return any(have[o] is FREE for o in operands) and all(
-            have[o] is FREE or not o.meta["value"].requires_grad for o in operands
+    def _is_free(self, node: fx.Node, have: Layouts) -> bool:
+        """Whether a value follows from parameters alone, so that all its gradient goes to them."""
+        operands = tensors(node)
+        follows_batch = not all(isinstance(size, int) for size in node.meta["value"].shape)
+        return (
+            not follows_batch
+            and any(have[o] is FREE for o in operands)
+            and all(have[o] is FREE or not o.meta["value"].requires_grad for o in operands)
         )
 
     def _enters(self, node: fx.Node, name: str) -> bool:
-        """Whether a product begins a parallel region on an axis over which its own weight is whole: a shared KV head."""
+        """Whether a product begins a parallel region on an axis on which its weight is whole: a shared KV head."""
         rule = self.roles.get(node.meta["call"].path)
         return name in ("linear", "matmul", "add") and rule is not None and rule.role == "column"
 
@@ -186,9 +191,14 @@ class _Propagator:
         return None if self._must_gather(node) else self.sequence
 
     def _must_gather(self, node: fx.Node) -> bool:
-        """Whether an operation on the sequence-sharded stream takes it whole: a product with a role, attention."""
+        """Whether an operation takes the sequence whole: a product with a role, attention, a view of (B, S) as rows."""
         named = op_name(node.target) in ("linear", "matmul") and node.meta["call"].path in self.roles
-        return named or contains(node.meta.get("whole", ()), self.sequence)
+        merged = any(
+            splits(factors, self.sequence) and not is_whole_dim(factors, self.sequence)
+            for dims in result_dims(node)
+            for factors in dims
+        )
+        return named or merged or contains(node.meta.get("whole", ()), self.sequence)
 
     def _decide_sharded(
         self, node: fx.Node, axis: str, factor: Factor, have: Layouts
@@ -212,8 +222,7 @@ class _Propagator:
                 needs[operand] = sharded(factor)
             else:
                 needs[operand] = R
-        results = [dims_of(node)] if "value" in node.meta else node.meta["dims"]
-        kept = all(dim_of(dims, factor) is not None for dims in results)
+        kept = all(dim_of(dims, factor) is not None for dims in result_dims(node))
         if contains(node.meta.get("whole", ()), factor):
             self._refuse(node, f"needs all {factor.size} indices that {self._origin(factor)} shards")
         if kept:
@@ -244,7 +253,7 @@ class _Propagator:
 
     def _mark_random(self, node: fx.Node) -> None:
         rule = rule_of(node)
-        if rule is not None and rule.random and _draws(node):
+        if rule is not None and rule.random and draws(node):
             axes = tuple(a for a in self.mesh.axes if node.meta["layouts"][a].letter == "S")
             if axes:
                 node.meta["rng_axis"] = Axis(self.mesh.name(axes))
@@ -259,7 +268,7 @@ class _Propagator:
         for axis, layout in wanted.items():
             if have[axis] is FREE:
                 letters = self.demands.setdefault(operand, {}).setdefault(axis, {})
-                letters.setdefault("R" if layout is R else "I", []).append(user)
+                letters.setdefault("R" if layout == R else "I", []).append(user)
                 if layout.letter == "S":
                     change[axis] = layout
             elif have[axis] != layout and not (
@@ -279,7 +288,7 @@ class _Propagator:
 
     # -- partial sums -------------------------------------------------------------------------------------------------
     def _reduce(self, node: fx.Node) -> None:
-        """Reduce a partial sum where it is made: to I, or to a shard of the sequence. A bias is added after it, once."""
+        """Reduce a partial sum where it is made: to I, or to a shard of the sequence. A bias is added after it."""
         axes = tuple(a for a in self.mesh.axes if node.meta["layouts"][a].letter == "P")
         bias = self._take_bias(node)
         if op_name(node.target) == "embedding":
@@ -354,7 +363,7 @@ class _Propagator:
         if function is None:
             self._refuse(
                 value,
-                f"is {before} on {self.mesh.name(axes)} and is needed as {target.letter}, for which there is no conversion",
+                f"is {before} on {self.mesh.name(axes)} but needed as {target.letter}: there is no such conversion",
             )
         kwargs: dict[str, object] = {} if dim is None else {"dim": dim}
         size = None if dim is None else value.meta["value"].shape[dim]
@@ -395,7 +404,7 @@ class _Propagator:
                         self.requests.setdefault(key, _Request(node, {axis: R})).users.append(user)
         for node in order:
             if node.op == "get_attr" and self.model.parameters[node.target].requires_grad:
-                axes = [a for a in self.mesh.axes if node.meta["layouts"][a] is R]
+                axes = [a for a in self.mesh.axes if node.meta["layouts"][a] == R]
                 if axes:
                     result.partial[node.target] = axes
         self._complete_partial(result)
@@ -449,12 +458,6 @@ class _Propagator:
                 value, f"cannot be converted from {have} to {target}: the factor of size {factor.size} is part of a dim"
             )
         return dim
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether a random operation can draw: its probability is not the constant 0."""
-    p = argument(node, 1, "p", 0.5) if op_name(node.target) == "dropout" else argument(node, 4, "dropout_p", 0.0)
-    return isinstance(p, WhileTraining) or p != 0.0
 
 
 def _is_library(module_class: type) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 
 from torch import fx
 
@@ -16,9 +17,9 @@ from shardc.capture.symbols import Axis
 from shardc.errors import ShardcError
 from shardc.sharding.analyse import analyse_factors, describe
 from shardc.sharding.factors import Dims, Factor
-from shardc.sharding.layout import CONVERSIONS, I, Layout, R, sharded
+from shardc.sharding.layout import CONVERSIONS, I, Layout, R, same_layouts, sharded
 from shardc.sharding.mesh import Mesh
-from shardc.sharding.rules import rule_of, tensors
+from shardc.sharding.rules import draws, rule_of, tensors
 from shardc.sharding.shard_map import factors_of_shard_map
 from shardc.sharding.typing import Mismatch, type_node
 
@@ -174,15 +175,14 @@ def _type_repeat(node: fx.Node, formals: dict, results: dict, parameters: dict, 
     for formal, actual in zip(formals[repeat.representative], actuals, strict=True):
         if formal not in layouts:
             raise Mismatch(f"{repeat.representative} does not type")
-        if layouts[formal] != layouts[actual] and actual.meta["value"].requires_grad:
+        if not same_layouts(layouts[formal], layouts[actual], actual.meta["value"].requires_grad):
             raise Mismatch(f"enters with {layouts[actual]}, but {repeat.representative} with {layouts[formal]}")
     prefix = repeat.representative + "."
     for name in [n for n in parameters if n.startswith(prefix)]:
         mine, other = parameters[name], parameters[repeat.rename(name)]
         if (mine.shard, sorted(mine.grad_reduce)) != (other.shard, sorted(other.grad_reduce)):
             raise Mismatch(f"{other.name} is laid out differently from {mine.name}")
-    missing = [r for r in results[repeat.representative] if r not in layouts]
-    if missing:
+    if any(result not in layouts for result in results[repeat.representative]):
         raise Mismatch(f"{repeat.representative} does not type")
     all_results = [layouts[r] for r in results[repeat.representative]]
     layouts[node] = all_results[0] if "value" in node.meta else all_results
@@ -198,8 +198,8 @@ def _reduced_outputs(model: ModelGraph, parameters: dict, mesh: Mesh, layouts: d
         if node not in layouts:
             continue
         letters = {layout.letter for layout in layouts[node].values()}
-        allowed = {"I", "S"} if name == "logits" else {"I"}
-        if letters <= allowed or not node.meta["value"].requires_grad:
+        allowed = {"I", *["S"] * (name == "logits"), *["R"] * (not node.meta["value"].requires_grad)}
+        if letters <= allowed:
             yield name
         else:
             yield Finding("outputs", name, f"leaves as {layouts[node]}, must be {' or '.join(sorted(allowed))}")
@@ -212,53 +212,24 @@ def _gradient_reductions(model: ModelGraph, parameters: dict, mesh: Mesh, layout
     """
     for parameter in parameters.values():
         axes = [axis for name in parameter.grad_reduce for axis in mesh.atomic(name)]
+        over = ", ".join(parameter.grad_reduce)
+        split = sorted(_split_axes(parameter, mesh) & set(axes))
         if len(axes) != len(set(axes)):
-            yield Finding(
-                "gradients", parameter.name, f"gradient is summed twice over {', '.join(parameter.grad_reduce)}"
-            )
+            yield Finding("gradients", parameter.name, f"gradient is summed twice over {over}")
         elif any(axis not in mesh.axes for axis in axes):
-            yield Finding(
-                "gradients", parameter.name, f"gradient is summed over unknown axes {', '.join(parameter.grad_reduce)}"
-            )
+            yield Finding("gradients", parameter.name, f"gradient is summed over unknown axes {over}")
+        elif split:
+            yield Finding("gradients", parameter.name, f"is sharded over {split[0]}: its gradient there is not partial")
         else:
             yield parameter.name
     for node in model.graph.nodes:
-        if node.op != "get_attr" or node not in layouts or node.target not in parameters:
-            continue
-        for axis in mesh.axes:
-            split = axis in _split_axes(parameters[node.target], mesh)
-            summed = any(axis in mesh.atomic(name) for name in parameters[node.target].grad_reduce)
-            if split and summed:
-                yield Finding("gradients", node.target, f"is sharded over {axis}, so its gradient there is not partial")
+        if node.op == "get_attr" and node.meta["value"].requires_grad and node.target not in parameters:
+            yield Finding("gradients", node.target, "is trained, but the parameter table does not hold it")
 
 
 def _split_axes(parameter: ShardedParameter, mesh: Mesh) -> set[str]:
-    if parameter.shard is None:
-        return set()
-    return {
-        axis for segment in parameter.shard["segments"] for _, name in segment["splits"] for axis in mesh.atomic(name)
-    }
-
-
-def _idle_conversions(model: ModelGraph, parameters: dict, mesh: Mesh, layouts: dict) -> Checked:
-    """Parameters that are summed are used: an R parameter without a use of R would be summed in vain and wrongly."""
-    for node in model.graph.nodes:
-        if node.op == "get_attr" and node in layouts and R in layouts[node].values():
-            typed = [user for user in node.users if user in layouts]
-            for axis, layout in layouts[node].items():
-                if (
-                    layout is R
-                    and typed
-                    and all(
-                        layouts[u][axis] is I
-                        for u in typed
-                        if isinstance(layouts[u], dict) and u.meta["value"].requires_grad
-                    )
-                ):
-                    yield Finding(
-                        "gradients", node.target, f"gradient is summed over {axis}, but it is whole on each rank"
-                    )
-            yield node.target
+    segments = parameter.shard["segments"] if parameter.shard is not None else ()
+    return {axis for segment in segments for _, name in segment["splits"] for axis in mesh.atomic(name)}
 
 
 def _dropout_streams(model: ModelGraph, parameters: dict, mesh: Mesh, layouts: dict) -> Checked:
@@ -276,7 +247,7 @@ def _dropout_streams(model: ModelGraph, parameters: dict, mesh: Mesh, layouts: d
                 describe(node),
                 f"draws separately over {', '.join(sorted(named - split))}, where ranks hold the same value",
             )
-        elif split - named and _may_draw(node):
+        elif split - named and draws(node):
             yield Finding(
                 "randomness",
                 describe(node),
@@ -286,25 +257,17 @@ def _dropout_streams(model: ModelGraph, parameters: dict, mesh: Mesh, layouts: d
             yield node.name
 
 
-def _may_draw(node: fx.Node) -> bool:
-    from shardc.sharding.propagate import _draws
-
-    return _draws(node)
-
-
 def _normalised_loss(model: ModelGraph, parameters: dict, mesh: Mesh, layouts: dict) -> Checked:
-    """Loss: a sum over targets divided by `num_targets`, the count over the whole batch, whatever dp and micro-batches."""
+    """Loss: a sum over targets divided by `num_targets`, the count over the whole batch with all its micro-batches."""
     loss = model.outputs.get("loss")
     if loss is None:
         return
-    parts = loss.args if op_name(loss.target) == "div" else ()
-    summed = (
-        bool(parts)
-        and parts[0].kwargs.get("reduction") == "sum"
-        and op_name(parts[0].target) in ("cross_entropy", "vocab_cross_entropy")
-    )
-    reduced = parts and parts[0].target in CONVERSIONS and parts[0].args[0].kwargs.get("reduction") == "sum"
-    if (summed or reduced) and parts[1] is model.inputs.get("num_targets"):
+    total, count = loss.args if op_name(loss.target) == "div" else (None, None)
+    if total is not None and total.target in CONVERSIONS:
+        total = total.args[0]
+    names = ("cross_entropy", "vocab_cross_entropy")
+    is_sum = total is not None and op_name(total.target) in names and total.kwargs.get("reduction") == "sum"
+    if is_sum and count is model.inputs.get("num_targets"):
         yield "loss"
     else:
         yield Finding("loss", describe(loss), "is not a sum over targets divided by num_targets")
@@ -312,28 +275,31 @@ def _normalised_loss(model: ModelGraph, parameters: dict, mesh: Mesh, layouts: d
 
 def _shard_maps(model: ModelGraph, parameters: dict, mesh: Mesh, layouts: dict) -> Checked:
     """Checkpoint: each element of a parameter lies on exactly one coordinate of the axes that split it."""
+    shapes = {node.target: node.meta["value"].shape for node in model.graph.nodes if node.op == "get_attr"}
     for parameter in parameters.values():
-        if parameter.shard is None:
-            continue
-        dim, total = parameter.shard["dim"], 0
-        for piece in parameter.shard["segments"]:
-            size = 1
-            for factor in piece["sizes"]:
-                size *= factor
-            total += size
-        split = [axis for _, name in parameter.shard["segments"][0]["splits"] for axis in mesh.atomic(name)]
-        if dim >= len(parameter.shape) or total != parameter.shape[dim]:
-            yield Finding("checkpoint", parameter.name, f"its shard map covers {total} of {parameter.shape}")
-        elif len(split) != len(set(split)):
-            yield Finding("checkpoint", parameter.name, f"its shard map splits twice over {', '.join(split)}")
-        else:
-            yield parameter.name
+        wrong = _shard_map_fault(parameter, mesh)
+        if tuple(shapes.get(parameter.name, parameter.shape)) != tuple(parameter.shape):
+            wrong = f"has the shape {shapes[parameter.name]} in the graph, but {parameter.shape} in the table"
+        yield Finding("checkpoint", parameter.name, wrong) if wrong else parameter.name
+
+
+def _shard_map_fault(parameter: ShardedParameter, mesh: Mesh) -> str | None:
+    if parameter.shard is None:
+        return None
+    dim, segments = parameter.shard["dim"], parameter.shard["segments"]
+    total = sum(prod(segment["sizes"]) for segment in segments)
+    if dim >= len(parameter.shape) or total != parameter.shape[dim]:
+        return f"its shard map covers {total} of {parameter.shape}"
+    for segment in segments:
+        split = [axis for _, name in segment["splits"] for axis in mesh.atomic(name)]
+        if len(split) != len(set(split)):
+            return f"its shard map splits twice over {', '.join(split)}"
+    return None
 
 
 OBLIGATIONS = {
     "outputs": _reduced_outputs,
     "gradients": _gradient_reductions,
-    "uses": _idle_conversions,
     "randomness": _dropout_streams,
     "loss": _normalised_loss,
     "checkpoint": _shard_maps,

@@ -46,7 +46,7 @@ def _segment(piece: Sequence[Factor], split: dict[str, Factor], mesh: Mesh) -> d
 
 
 def factors_of_shard_map(dims: Dims, shard_map: dict | None, mesh: Mesh) -> dict[str, Factor]:
-    """axis -> the factor that a shard map splits over it, for dims analysed anew. Raises ShardcError if it fits none."""
+    """axis -> the factor that a shard map splits over it, for dims analysed anew. Raises ShardcError if none fits."""
     if shard_map is None:
         return {}
     found = leaves(dims[shard_map["dim"]])
@@ -57,29 +57,35 @@ def factors_of_shard_map(dims: Dims, shard_map: dict | None, mesh: Mesh) -> dict
             "compile the plan again",
         )
     result: dict[str, Factor] = {}
-    for piece, segment in zip(pieces, shard_map["segments"], strict=True):
-        for index, name in segment["splits"]:
-            outer = prod(segment["sizes"][:index])
-            factor = _leaf_at(leaves(piece), outer, segment["sizes"][index])
-            if factor is None:
-                raise ShardcError(
-                    f"a shard map splits {segment['sizes']} at {index}, which is no factor of the dim",
-                    "compile the plan again",
-                )
-            for axis in mesh.atomic(name):
-                if result.setdefault(axis, factor) is not factor:
-                    raise ShardcError(
-                        f"the segments of a shard map are split over {axis} along different factors",
-                        "compile the plan again",
-                    )
+    for number, (piece, segment) in enumerate(zip(pieces, shard_map["segments"], strict=True)):
+        split = _split_of_segment(leaves(piece), segment, mesh)
+        if number and split != result:
+            raise ShardcError("the segments of a shard map are split along different factors", "compile the plan again")
+        result = split
     return result
 
 
-def _leaf_at(piece: Sequence[Factor], outer: int, size: int) -> Factor | None:
-    """The leaf with `outer` indices outside it; it may be finer than the shard map's factor if it is its outer part."""
+def _split_of_segment(piece: list[Factor], segment: dict, mesh: Mesh) -> dict[str, Factor]:
+    result = {}
+    for index, name in segment["splits"]:
+        ranks = prod(mesh.sizes.get(axis, 1) for axis in mesh.atomic(name))
+        factor = _leaf_at(piece, prod(segment["sizes"][:index]), segment["sizes"][index], ranks)
+        if factor is None:
+            raise ShardcError(
+                f"a shard map splits {segment['sizes']} at {index}, which is no factor of the dim",
+                "compile the plan again",
+            )
+        for axis in mesh.atomic(name):
+            if result.setdefault(axis, factor) is not factor:
+                raise ShardcError(f"a shard map splits a segment twice over {axis}", "compile the plan again")
+    return result
+
+
+def _leaf_at(piece: Sequence[Factor], outer: int, size: int, ranks: int) -> Factor | None:
+    """The leaf with `outer` indices outside it; finer than the shard map's factor where it splits alike."""
     before = 1
     for leaf in piece:
-        if before == outer and size % leaf.size == 0:
+        if before == outer and (leaf.size == size or (size % leaf.size == 0 and leaf.size % ranks == 0)):
             return leaf
         before *= leaf.size
     return None

@@ -6,15 +6,16 @@ It infers nothing and inserts nothing: a graph types, or the operation that does
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import prod
 
 from torch import fx
 
 from shardc.capture.graph import op_name
-from shardc.capture.symbols import Axis
-from shardc.sharding.factors import Factor, contains, dim_of, is_whole_dim, leaves
-from shardc.sharding.layout import CONVERSIONS, I, Layout, P, R, sharded
+from shardc.capture.symbols import Axis, Dim
+from shardc.sharding.factors import Dims, Factor, contains, dim_of, is_whole_dim, leaves, splits, times
+from shardc.sharding.layout import CONVERSIONS, Conversion, I, Layout, P, R, sharded
 from shardc.sharding.mesh import Mesh
-from shardc.sharding.rules import argument, dims_of, rule_of, tensors
+from shardc.sharding.rules import argument, dims_of, result_dims, rule_of, tensors
 
 
 class Mismatch(Exception):
@@ -35,41 +36,64 @@ def type_node(
     copies (`expand` of KV heads for the query heads of this rank). Raises Mismatch.
     """
     conversion = CONVERSIONS.get(node.target)
-    if conversion is not None and _covers(node, 1, axis, mesh):
-        return _type_conversion(node, layouts, conversion.before, conversion.after)
+    if conversion is not None:
+        if _covers(node, 1, axis, mesh):
+            return _type_conversion(node, layouts, conversion, mesh)
+        return _type_other_axis(node, layouts[node.args[0]])
     name = op_name(node.target)
     if name in ("vocab_embedding", "vocab_cross_entropy") and _covers(node, 2, axis, mesh):
         return _type_vocabulary(node, name, layouts)
     return _type_operation(node, layouts, copies, axis)
 
 
-def _type_conversion(node: fx.Node, layouts: dict[fx.Node, Layout], before: str, after: str) -> Layout:
+def _type_conversion(node: fx.Node, layouts: dict[fx.Node, Layout], conversion: Conversion, mesh: Mesh) -> Layout:
     operand = node.args[0]
     have = layouts[operand]
-    if have.letter != before:
-        raise Mismatch(f"{op_name(node.target)} takes {before}, but {operand.name} is {have}")
-    if "S" not in (before, after):
-        return I if after == "I" else R if after == "R" else P
-    dim = int(argument(node, 2, "dim"))
-    factors = dims_of(operand)[dim]
-    if before == "S":
-        if not is_whole_dim(factors, have.factor):
+    if have.letter != conversion.before:
+        raise Mismatch(f"{op_name(node.target)} takes {conversion.before}, but {operand.name} is {have}")
+    if "S" not in (conversion.before, conversion.after):
+        return Layout(conversion.after)
+    dim = int(argument(node, 2, "dim")) % len(dims_of(operand))
+    factors = leaves(dims_of(operand)[dim])
+    if conversion.before == "S":
+        if not is_whole_dim(factors, have.factor) or times(dims_of(operand), have.factor) > 1:
             raise Mismatch(f"dim {dim} of {operand.name} is not the sharded factor alone")
-        return R if after == "R" else I
-    if len(leaves(factors)) != 1 or leaves(factors)[0].segments:
+        _check_gathered_size(node, operand.meta["value"].shape[dim], mesh)
+        return Layout(conversion.after)
+    if len(factors) != 1 or factors[0].segments:
         raise Mismatch(f"dim {dim} of {operand.name} is several factors: a shard of it is not contiguous")
-    return sharded(leaves(factors)[0])
+    if times(dims_of(operand), factors[0]) > 1:
+        raise Mismatch(f"dim {dim} of {operand.name} counts the same as another of its dims")
+    return sharded(factors[0])
+
+
+def _check_gathered_size(node: fx.Node, length: Dim, mesh: Mesh) -> None:
+    """Unequal shards cannot be joined without the global length."""
+    size = argument(node, 3, "size")
+    ranks = prod(mesh.sizes[axis] for axis in mesh.atomic(node.args[1].name))
+    if size not in (None, length) or (size is None and isinstance(length, int) and length % ranks):
+        raise Mismatch(f"{op_name(node.target)} joins a dim of {length} over {ranks} ranks with size={size}")
+
+
+def _type_other_axis(node: fx.Node, have: Layout) -> Layout:
+    """A conversion over one axis changes nothing on another, unless both split the dim that it joins or cuts."""
+    dim = argument(node, 2, "dim")
+    if have.letter == "S" and dim is not None and splits(dims_of(node.args[0])[int(dim)], have.factor):
+        raise Mismatch(f"dim {dim} of {node.args[0].name} is sharded over another axis too")
+    return have
 
 
 def _type_vocabulary(node: fx.Node, name: str, layouts: dict[fx.Node, Layout]) -> Layout:
-    other, table = (node.args[0], node.args[1]) if name == "vocab_embedding" else (node.args[1], node.args[0])
-    vocabulary = leaves(dims_of(table)[0 if name == "vocab_embedding" else 1])
-    have = layouts[table]
-    if have.letter != "S" or vocabulary != [have.factor]:
+    is_embedding = name == "vocab_embedding"
+    other, table = (node.args[0], node.args[1]) if is_embedding else (node.args[1], node.args[0])
+    have, dim = layouts[table], 0 if is_embedding else 1
+    if have.letter != "S" or leaves(dims_of(table)[dim]) != [have.factor]:
         raise Mismatch(f"{name} takes a table sharded along the vocabulary, but {table.name} is {have}")
     if layouts[other].letter not in "IR":
         raise Mismatch(f"{name} takes whole ids, but {other.name} is {layouts[other]}")
-    return P if name == "vocab_embedding" else I
+    if node.args[3] != table.meta["value"].shape[dim]:
+        raise Mismatch(f"{name} is told of {node.args[3]} words, but {table.name} has {table.meta['value'].shape[dim]}")
+    return P if is_embedding else I
 
 
 def _type_operation(node: fx.Node, layouts: dict[fx.Node, Layout], copies: Collection[Factor], axis: str) -> Layout:
@@ -90,7 +114,7 @@ def _type_operation(node: fx.Node, layouts: dict[fx.Node, Layout], copies: Colle
         )
     result = R if with_gradient == {"R"} else I
     made = next((factor for factor in copies if _makes_copies(node, factor)), None)
-    return sharded(made) if made is not None and result is R else result
+    return sharded(made) if made is not None and result == R else result
 
 
 def _makes_copies(node: fx.Node, factor: Factor) -> bool:
@@ -107,20 +131,13 @@ def _type_sharded(node: fx.Node, operands: list[fx.Node], layouts: dict[fx.Node,
     (factor,) = factors
     if contains(node.meta.get("whole", ()), factor):
         raise Mismatch(f"{op_name(node.target)} needs all of a dim that is sharded over {axis}")
-    rule = rule_of(node)
-    results = _result_dims(node)
+    results = result_dims(node)
+    for dims in (*map(dims_of, operands), *results):
+        _check_once(dims, factor, axis)
     kept = [dim_of(dims, factor) is not None for dims in results]
-    summed = rule.summed and not any(kept)
+    summed = rule_of(node).summed and not any(kept)
     for operand in operands:
-        have = layouts[operand]
-        if dim_of(dims_of(operand), factor) is not None:
-            if have.letter != "S":
-                raise Mismatch(f"{operand.name} is {have} and must be sharded like the other operands")
-        elif op_name(node.target) == "linear" and operand is argument(node, 2, "bias") and summed:
-            if have is not P:
-                raise Mismatch(f"the bias {operand.name} would be added once a rank of {axis}")
-        elif have.letter == "P" or (have.letter == "I" and operand.meta["value"].requires_grad):
-            raise Mismatch(f"{operand.name} is {have} beside a sharded operand and must be R: its gradient is partial")
+        _check_beside_shard(node, operand, factor, layouts[operand], summed)
     if all(kept):
         return sharded(factor)
     if summed:
@@ -128,22 +145,53 @@ def _type_sharded(node: fx.Node, operands: list[fx.Node], layouts: dict[fx.Node,
     raise Mismatch(f"{op_name(node.target)} loses the sharded factor of size {factor.size}")
 
 
-def _result_dims(node: fx.Node) -> list:
-    return [dims_of(node)] if "value" in node.meta else node.meta["dims"]
+def _check_once(dims: Dims, factor: Factor, axis: str) -> None:
+    """A shard is a part of one dim: of scores (rows, columns) that count the same it would be a diagonal block."""
+    count = times(dims, factor)
+    if count > 1:
+        raise Mismatch(f"a factor that is sharded over {axis} occurs {count} times in one value")
+    if count and dim_of(dims, factor) is None:
+        raise Mismatch(f"a factor that is sharded over {axis} lies in some of a dim's segments only")
+
+
+def _check_beside_shard(node: fx.Node, operand: fx.Node, factor: Factor, have: Layout, summed: bool) -> None:
+    if dim_of(dims_of(operand), factor) is not None:
+        if have.letter != "S":
+            raise Mismatch(f"{operand.name} is {have} and must be sharded like the other operands")
+    elif op_name(node.target) == "linear" and operand is argument(node, 2, "bias") and summed:
+        if have != P:
+            raise Mismatch(f"the bias {operand.name} would be added once a rank")
+    elif have.letter == "P" or (have.letter == "I" and operand.meta["value"].requires_grad):
+        raise Mismatch(f"{operand.name} is {have} beside a sharded operand and must be R: its gradient is partial")
 
 
 def _type_partial(node: fx.Node, operands: list[fx.Node], layouts: dict[fx.Node, Layout]) -> Layout:
     rule = rule_of(node)
-    partial = [o for o in operands if layouts[o].letter == "P"]
     how = rule.linear if rule else ""
+    partial = [o for o in operands if layouts[o].letter == "P"]
     others = [o for o in operands if o not in partial]
     if how == "each":
-        numbers = [a for a in node.args if isinstance(a, (int, float)) and not isinstance(a, bool)]
-        if not others and not (numbers and op_name(node.target) in ("add", "sub")):
+        if not others and not _adds_number(node):
             return P
         raise Mismatch(f"{op_name(node.target)} adds something whole to the partial sum {partial[0].name}")
-    if how == "one" and len(partial) == 1:
-        bias = argument(node, 2, "bias") if op_name(node.target) == "linear" else None
-        if bias is None and all(layouts[o].letter == "R" or not o.meta["value"].requires_grad for o in others):
-            return P
+    alone = _uses(node, partial[0]) == 1 and len(partial) == 1
+    passes = alone and (how == "one" or (how == "first" and node.args[0] is partial[0])) and not _has_bias(node)
+    if passes and all(layouts[o].letter == "R" or not o.meta["value"].requires_grad for o in others):
+        return P
     raise Mismatch(f"the partial sum {partial[0].name} enters {op_name(node.target)} before it is reduced")
+
+
+def _adds_number(node: fx.Node) -> bool:
+    """Whether `add` or `sub` adds a plain number, which would count once a rank."""
+    return op_name(node.target) in ("add", "sub") and any(isinstance(a, (int, float)) for a in node.args)
+
+
+def _has_bias(node: fx.Node) -> bool:
+    return op_name(node.target) == "linear" and argument(node, 2, "bias") is not None
+
+
+def _uses(node: fx.Node, operand: fx.Node) -> int:
+    """How often an operand stands among the arguments: x * x is not linear in x."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found.count(operand)

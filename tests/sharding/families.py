@@ -64,10 +64,11 @@ def tiny_config(family: str, heads: int = 8, kv_heads: int | None = None, tied: 
 
 @dataclass(frozen=True)
 class Model:
-    """A model to shard: how to build it, its roles, and its attention window."""
+    """A model to shard: how to build it, its roles, its modules by path, and its attention window."""
 
     make: Callable[[], nn.Module]
     roles: dict[str, Rule]
+    classes: dict[str, str]
     window: int | None = None
 
     def capture(self, *variants: Variant) -> CapturedModel:
@@ -80,7 +81,7 @@ def family_model(family: str, **sizes: Any) -> Model:
     with torch.device("meta"):
         classes = module_classes(source.make())
     windowed = getattr(config, "sliding_window", None) is not None and family != "qwen2"
-    return Model(source.make, match(policy_for(config), classes), WINDOW if windowed else None)
+    return Model(source.make, match(policy_for(config), classes), classes, WINDOW if windowed else None)
 
 
 def variants_of(model: Model) -> list[Variant]:

@@ -60,19 +60,23 @@ KV_CASES = [
     (case("gemma2", 2, kv_heads=1), {"tp": 2}),  # eager attention expands the KV head
     (case("llama", 3, True, heads=12, kv_heads=2), {"tp.kv": 1, "tp.replica": 3}),
 ]
-OTHER_KV_CASES = [
-    (case(family, 4, sp, kv_heads=2), {"tp.kv": 2, "tp.replica": 2})
-    for family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
-    for sp in (False, True)
-] + [
-    (case(family, tp, sp, kv_heads=1), {"tp": tp})
-    for family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
-    for tp in (2, 4)
-    for sp in (False, True)
-] + [
-    (case("qwen3", 4, heads=12, kv_heads=6), {"tp.kv": 2, "tp.replica": 2}),
-    (case("llama", 6, True, heads=12, kv_heads=4), {"tp.kv": 2, "tp.replica": 3}),
-]
+OTHER_KV_CASES = (
+    [
+        (case(family, 4, sp, kv_heads=2), {"tp.kv": 2, "tp.replica": 2})
+        for family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+        for sp in (False, True)
+    ]
+    + [
+        (case(family, tp, sp, kv_heads=1), {"tp": tp})
+        for family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+        for tp in (2, 4)
+        for sp in (False, True)
+    ]
+    + [
+        (case("qwen3", 4, heads=12, kv_heads=6), {"tp.kv": 2, "tp.replica": 2}),
+        (case("llama", 6, True, heads=12, kv_heads=4), {"tp.kv": 2, "tp.replica": 3}),
+    ]
+)
 
 TIE_CASES = [case("llama", 3, heads=6, tied=True), case("gpt2", 3, heads=6, tied=False)]
 OTHER_TIE_CASES = [

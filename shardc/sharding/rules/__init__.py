@@ -1,7 +1,19 @@
 """One record an operation: `RULES` by name. A new operation is one function in one of these files."""
 
 from shardc.sharding.rules import attention, dense, pointwise, reduce, shape
-from shardc.sharding.rules.registry import RULES, Rule, argument, dims_of, rule, rule_of, set_dims, shape_of, tensors
+from shardc.sharding.rules.registry import (
+    RULES,
+    Rule,
+    argument,
+    dims_of,
+    draws,
+    result_dims,
+    rule,
+    rule_of,
+    set_dims,
+    shape_of,
+    tensors,
+)
 
 __all__ = [
     "RULES",
@@ -10,8 +22,10 @@ __all__ = [
     "attention",
     "dense",
     "dims_of",
+    "draws",
     "pointwise",
     "reduce",
+    "result_dims",
     "rule",
     "rule_of",
     "set_dims",

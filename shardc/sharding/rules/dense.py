@@ -33,13 +33,7 @@ def matmul(node: fx.Node) -> None:
     set_dims(node, [*batch, x[-2], y[-1]])
 
 
-@rule("embedding", summed=True)
+@rule("embedding", "vocab_embedding")
 def embedding(node: fx.Node) -> None:
-    """t*, v d -> t* d {select v}: a shard of v gives a partial sum, by `vocab_embedding`."""
+    """t*, v d -> t* d {whole v}: rows of a sharded vocabulary are looked up by `vocab_embedding`, which gives P."""
     set_dims(node, [*dims_of(node.args[0]), dims_of(node.args[1])[1]])
-
-
-@rule("vocab_embedding", summed=True)
-def vocab_embedding(node: fx.Node) -> None:
-    """t*, v d -> t* d {sum v}"""
-    embedding(node)

@@ -23,26 +23,18 @@ def broadcast(node: fx.Node) -> None:
 # Linear in all operands together: a sum of partial sums is the partial sum of the sum.
 rule("add", "sub", linear="each")(broadcast)
 # Linear in each operand alone.
-rule(
-    "neg",
-    "to",
-    "float",
-    "type_as",
-    "contiguous",
-    "clone",
-    "detach",
-    "half",
-    "bfloat16",
-    "double",
-    "block_input",
-    "block_output",
-    linear="one",
-)(broadcast)
 rule("mul", linear="one")(broadcast)
+# Linear in the first operand.
+rule("neg", "to", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach", linear="first")(broadcast)
+rule("block_input", "block_output", "div", "true_divide", "expand_as", linear="first")(broadcast)
+rule("type_as", linear="first", reads=1)(broadcast)
+# Not linear.
 rule("dropout", random=True)(broadcast)
-rule(
-    "div", "rdiv", "true_divide", "rsub", "pow", "rpow", "rsqrt", "sqrt", "reciprocal", "exp", "log", "abs", "cos", "sin", "tanh", "sigmoid",
-    "relu", "silu", "gelu", "softplus", "erf", "clamp", "clip", "where", "masked_fill", "maximum", "minimum", "bool", "long", "int", "type",
-    "logical_not", "logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not",
-    "lt", "le", "gt", "ge", "eq", "ne", "floor_divide", "remainder", "zeros_like", "ones_like", "full_like", "square", "leaky_relu", "mish", "elu", "isnan", "isinf",
-)(broadcast)  # fmt: skip
+rule("rdiv", "rsub", "pow", "rpow", "rsqrt", "sqrt", "reciprocal", "square", "exp", "log", "abs")(broadcast)
+rule("cos", "sin", "tanh", "sigmoid", "erf")(broadcast)
+rule("relu", "silu", "gelu", "softplus", "leaky_relu", "mish", "elu")(broadcast)
+rule("clamp", "clip", "where", "masked_fill", "maximum", "minimum", "floor_divide", "remainder")(broadcast)
+rule("bool", "long", "int", "type", "zeros_like", "ones_like", "full_like", "isnan", "isinf")(broadcast)
+rule("logical_not", "logical_and", "logical_or")(broadcast)
+rule("bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor")(broadcast)
+rule("lt", "le", "gt", "ge", "eq", "ne")(broadcast)

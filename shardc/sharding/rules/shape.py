@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from itertools import pairwise
 
 from torch import fx
 
@@ -11,13 +12,21 @@ from shardc.sharding.factors import Dims, join, new_dim, new_dims_whole, regroup
 from shardc.sharding.rules.registry import argument, dims_of, rule, set_dims, shape_of
 
 
-@rule("view", "reshape", "flatten", "unflatten", "view_as", linear="one")
+@rule("view", "reshape", "flatten", "unflatten", linear="first")
 def view(node: fx.Node) -> None:
     """Row-major regrouping of all factors."""
     set_dims(node, regroup(dims_of(node.args[0]), shape_of(node), node))
 
 
-@rule("transpose", "swapaxes", linear="one")
+@rule("view_as", linear="first")
+def view_as(node: fx.Node) -> None:
+    """As `view`; the second operand is sharded like the result, since its local shape counts."""
+    view(node)
+    for mine, other in zip(dims_of(node), dims_of(node.args[1]), strict=True):
+        unify(mine, other, node)
+
+
+@rule("transpose", "swapaxes", linear="first")
 def transpose(node: fx.Node) -> None:
     dims = list(dims_of(node.args[0]))
     a, b = (int(argument(node, 1, "dim0")) % len(dims), int(argument(node, 2, "dim1")) % len(dims))
@@ -25,35 +34,44 @@ def transpose(node: fx.Node) -> None:
     set_dims(node, dims)
 
 
-@rule("t", "T", "mT", linear="one")
+@rule("t", "T", linear="first")
+def reverse_dims(node: fx.Node) -> None:
+    set_dims(node, dims_of(node.args[0])[::-1])
+
+
+@rule("mT", linear="first")
 def matrix_transpose(node: fx.Node) -> None:
-    dims = list(dims_of(node.args[0]))
-    set_dims(node, [*dims[:-2], dims[-1], dims[-2]])
+    *batch, m, n = dims_of(node.args[0])
+    set_dims(node, [*batch, n, m])
 
 
-@rule("permute", linear="one")
+@rule("permute", linear="first")
 def permute(node: fx.Node) -> None:
-    order = node.args[1] if isinstance(node.args[1], tuple) else node.args[1:]
     dims = dims_of(node.args[0])
+    given = argument(node, 1, "dims")
+    order = given if isinstance(given, (tuple, list)) else node.args[1:]
     set_dims(node, [dims[d] for d in order])
 
 
-@rule("unsqueeze", linear="one")
+@rule("unsqueeze", linear="first")
 def unsqueeze(node: fx.Node) -> None:
     dims = list(dims_of(node.args[0]))
     dims.insert(int(argument(node, 1, "dim")) % (len(dims) + 1), [])
     set_dims(node, dims)
 
 
-@rule("squeeze", linear="one")
+@rule("squeeze", linear="first")
 def squeeze(node: fx.Node) -> None:
+    """Dims of one element go. A named dim of more is whole, since its shard may have one element, which stays."""
     dims, shape = dims_of(node.args[0]), shape_of(node.args[0])
     dim = argument(node, 1, "dim")
-    gone = [d for d in range(len(dims)) if shape[d] == 1 and (dim is None or d == dim % len(dims))]
-    set_dims(node, [f for d, f in enumerate(dims) if d not in gone])
+    named = range(len(dims)) if dim is None else [d % len(dims) for d in (dim if isinstance(dim, tuple) else (dim,))]
+    for d in named:
+        require_whole(dims[d], node)
+    set_dims(node, [f for d, f in enumerate(dims) if d not in named or shape[d] != 1])
 
 
-@rule("expand", "expand_as", "broadcast_to", linear="one")
+@rule("expand", "broadcast_to", linear="first")
 def expand(node: fx.Node) -> None:
     """A dim of one element becomes a dim of its own."""
     own, shape = dims_of(node.args[0]), shape_of(node)
@@ -61,7 +79,7 @@ def expand(node: fx.Node) -> None:
     set_dims(node, [own[d - lead] if d >= lead and own[d - lead] else new_dim(size) for d, size in enumerate(shape)])
 
 
-@rule("repeat_interleave", linear="one")
+@rule("repeat_interleave", linear="first")
 def repeat_interleave(node: fx.Node) -> None:
     """d -> (d r)"""
     dims = list(dims_of(node.args[0]))
@@ -74,7 +92,7 @@ def repeat_interleave(node: fx.Node) -> None:
     set_dims(node, dims)
 
 
-@rule("repeat", linear="one")
+@rule("repeat", linear="first")
 def repeat(node: fx.Node) -> None:
     """d -> (r d)"""
     times = node.args[1] if isinstance(node.args[1], tuple) else node.args[1:]
@@ -83,7 +101,7 @@ def repeat(node: fx.Node) -> None:
     set_dims(node, [[*new_dim(n), *(own[d - lead] if d >= lead else [])] for d, n in enumerate(times)])
 
 
-@rule("getitem", linear="one")
+@rule("getitem", linear="first")
 def getitem(node: fx.Node) -> None:
     """Slices cut segments, None makes a dim, an integer or a tensor index needs its dim whole."""
     source = node.args[0]
@@ -144,7 +162,7 @@ def _slice(node: fx.Node, factors: list, size: object, cut: slice, out: object) 
     return new_dims_whole([out], node)[0]
 
 
-@rule("split", "chunk", "tensor_split", "unbind", linear="one")
+@rule("split", "chunk", "tensor_split", "unbind", linear="first")
 def split(node: fx.Node) -> None:
     """d -> segments, one an output; `unbind` drops the dim."""
     own, shape = dims_of(node.args[0]), shape_of(node.args[0])
@@ -160,8 +178,13 @@ def split(node: fx.Node) -> None:
 
 
 def _piece_sizes(name: str, node: fx.Node, size: int) -> list[int]:
-    how = node.args[1] if len(node.args) > 1 else next(iter(node.kwargs.values()))
-    if isinstance(how, tuple):
+    how = node.args[1] if len(node.args) > 1 else next(v for k, v in node.kwargs.items() if k != "dim")
+    if name == "tensor_split":
+        if isinstance(how, int):
+            return [size // how + (i < size % how) for i in range(how)]
+        edges = [0, *how, size]
+        return [end - start for start, end in pairwise(edges)]
+    if isinstance(how, (tuple, list)):
         return list(how)
     each = how if name == "split" else -(-size // how)
     return [min(each, size - start) for start in range(0, size, each)]
@@ -195,7 +218,7 @@ def stack(node: fx.Node) -> None:
     set_dims(node, dims)
 
 
-@rule("pad", linear="one")
+@rule("pad")
 def pad(node: fx.Node) -> None:
     """Padded dims are whole and new."""
     own, shape = dims_of(node.args[0]), shape_of(node)
@@ -209,16 +232,21 @@ def pad(node: fx.Node) -> None:
     set_dims(node, dims)
 
 
-@rule("roll")
+@rule("roll", linear="first")
 def roll(node: fx.Node) -> None:
+    """All dims are whole."""
     for factors in dims_of(node.args[0]):
         require_whole(factors, node)
     set_dims(node, list(dims_of(node.args[0])))
 
 
-@rule(
-    "arange", "zeros", "ones", "full", "tensor", "empty", "scalar_tensor", "new_zeros", "new_ones", "new_full", "new_tensor", "linspace", "eye",
-)  # fmt: skip
+@rule("arange", "zeros", "ones", "full", "tensor", "scalar_tensor", "linspace", "eye")
 def create(node: fx.Node) -> None:
     """A new tensor has dims of its own."""
     set_dims(node, [new_dim(size) for size in shape_of(node)])
+
+
+@rule("new_zeros", "new_ones", "new_full", "new_tensor", reads=0)
+def create_like(node: fx.Node) -> None:
+    """A new tensor in the dtype and on the device of another."""
+    create(node)
