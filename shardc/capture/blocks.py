@@ -64,6 +64,8 @@ def _attributes(module: nn.Module) -> tuple:
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     return isinstance(value, (int, float, str, bool, type(None), torch.dtype))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardc.capture.graph import op_name
+from shardc.capture.patches import default_dtype
 
 
 class ConstructionLog(TorchFunctionMode):
@@ -20,6 +21,7 @@ class ConstructionLog(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self._dtype = torch.get_default_dtype()
         self._calls: list[tuple[Callable, tuple, dict, list[int]]] = []
         self._keep: list[Any] = []  # ids stay unique only while their tensors live
 
@@ -55,7 +57,7 @@ class ConstructionLog(TorchFunctionMode):
                 return {key: load(x) for key, x in item.items()}
             return item
 
-        with torch.device("cpu"):
+        with torch.device("cpu"), default_dtype(self._dtype):
             for func, args, kwargs, made in reversed(needed):
                 out = func(*load(args), **load(kwargs))
                 outs = [out] if isinstance(out, torch.Tensor) else [x for x in out if isinstance(x, torch.Tensor)]

@@ -22,7 +22,7 @@ from shardc.capture.parameters import model_parameters
 from shardc.capture.patches import default_dtype
 from shardc.capture.rows import Trace
 from shardc.capture.symbols import MODEL_DTYPE, B, Dim, DType, S
-from shardc.capture.trace import record
+from shardc.capture.trace import check_kept, record
 from shardc.capture.variants import PROBES, SMALLEST_WINDOW, Variant, default_variants, probes_for
 from shardc.errors import ShardcError
 
@@ -64,17 +64,18 @@ def capture(
     window: int | None = None,
     variants: tuple[Variant, ...] | None = None,
     options: dict[str, Any] | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
 ) -> CapturedModel:
     """Capture the model that `make()` builds under the current default dtype and device.
 
     inputs: the batch of the plain variant, default input_ids and labels; `attention_mask` and `position_ids` are added
     by the variants that have them. window: the attention window of the config; one that is not given is found where it
     lies above the probed lengths. variants: default, all that the window and forward's arguments allow. options: plain
-    keyword arguments of forward. dtype: of the constants that are kept.
+    keyword arguments of forward. dtype: no longer read; constants are kept in float32 where their dtype
+    follows the model's, so that a plan in any dtype rounds them once.
     Raises ShardcError where the computation cannot be described for every batch.
     """
-    model = _Model(make, inputs or {"input_ids": TOKENS, "labels": TOKENS}, options, dtype)
+    model = _Model(make, inputs or {"input_ids": TOKENS, "labels": TOKENS}, options)
     result = CapturedModel({}, window, window if window is not None and window < SMALLEST_WINDOW else 1)
     wanted = list(variants or default_variants(model.arguments, window))
     model.find_equal_blocks(min(wanted), window)
@@ -89,6 +90,7 @@ def _capture_variant(model: _Model, variant: Variant, result: CapturedModel) -> 
     """Add the variant's graph to `result`, and what it shows of the sequence lengths for which graphs hold."""
     probes = probes_for(variant, result.window)
     traces = [model.run(variant, probe) for probe in probes]
+    check_kept(traces)
     fitted = fit_traces(traces, probes, model.fit_cache)
     low = max(result.shortest_sequence, result.window if variant.long else 1)
     high = math.inf if variant.long or result.window is None else result.window
@@ -136,13 +138,11 @@ class _Model:
         make: Callable[[], nn.Module],
         inputs: dict[str, Input],
         options: dict[str, Any] | None,
-        dtype: torch.dtype,
     ) -> None:
         self.inputs = inputs
         self.options = options
-        self.built = {each: _build(make, each) for each in dict.fromkeys([*(p.dtype for p in PROBES), dtype])}
+        self.built = {each: _build(make, each) for each in dict.fromkeys([p.dtype for p in PROBES])}
         self.first = self.built[PROBES[0].dtype].index
-        self.constants_from = self.built[dtype]
         self.parameters = model_parameters({each: built.index for each, built in self.built.items()})
         self.arguments = set(argument_names(type(self.first.model)))
         self.same_block: dict[str, str] = {}
@@ -189,7 +189,8 @@ class _Model:
         names = [parameter.name for parameter in used if parameter.is_buffer]
         missing = [name for name in names if name not in self.constants]
         if missing:
-            self.constants |= buffer_values(self.constants_from.index.model, self.constants_from.log, missing)
+            built = self.built[torch.float32]
+            self.constants |= buffer_values(built.index.model, built.log, missing)
         return {name: self.constants[name] for name in names}
 
     def fields_equal_to(self, sizes: set[int]) -> list[str]:
@@ -209,8 +210,7 @@ def _fields(fields: dict, sizes: set[int], prefix: str = "") -> list[str]:
 
 
 def _build(make: Callable[[], nn.Module], dtype: torch.dtype) -> _Built:
-    log = ConstructionLog()
-    with default_dtype(dtype), torch.device("meta"), log:
+    with default_dtype(dtype), torch.device("meta"), ConstructionLog() as log:
         model = make()
     return _Built(ModelIndex(model), log)
 

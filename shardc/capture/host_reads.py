@@ -28,8 +28,10 @@ def origins(row: Row) -> set[Row]:
     return seen
 
 
-def evaluate(rows: Iterable[Row], wanted: set[Row], row: Row) -> tuple[torch.Tensor, frozenset[int | float]]:
-    """The real value of a row that depends on sizes alone, and the numbers that stand in its computation."""
+def evaluate(
+    rows: Iterable[Row], wanted: set[Row], row: Row, inputs: dict[str, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, frozenset[int | float]]:
+    """The real value of a row that depends on sizes and `inputs` alone, and the numbers in its computation."""
     values: dict[Row, Any] = {}
     literals: set[int | float] = set()
 
@@ -45,8 +47,42 @@ def evaluate(rows: Iterable[Row], wanted: set[Row], row: Row) -> tuple[torch.Ten
         return item
 
     for current in rows:
-        if current in wanted:
+        if current.op == "placeholder" and current in wanted:
+            values[current] = inputs[current.target]
+        elif current in wanted:
             args, kwargs = on_cpu(current.literals())
             operands = [values[r] for r in current.operands]
             values[current] = current.target(*fill(args, operands), **fill(kwargs, operands))
     return values[row], frozenset(literals)
+
+
+def is_guard(rows: Iterable[Row], sources: set[Row], row: Row, input_row: Row, answer: bool) -> bool:
+    """Whether a boolean of one input answers the question that the variants ask of it, as far as samples tell.
+
+    attention_mask: are all tokens kept? position_ids: does no row restart? Anything else, such as a comparison of the
+    largest position with a limit, has another answer for one of the samples.
+    """
+    name, shape = input_row.target, input_row.concrete.shape
+    samples = _SAMPLES[name](*shape) if name in _SAMPLES and len(shape) == 2 and shape[1] > 2 else []
+    answers = [bool(evaluate(rows, sources, row, {name: sample})[0]) == expected for sample, expected in samples]
+    return bool(answers) and all(answers) and answer in [expected for _, expected in samples]
+
+
+def _masks(rows: int, length: int) -> list[tuple[torch.Tensor, bool]]:
+    full = torch.ones(rows, length, dtype=torch.int64)
+    left, right, one = full.clone(), full.clone(), full.clone()
+    left[-1, : length // 2] = 0
+    right[:, length // 2 :] = 0
+    one[0, -1] = 0
+    return [(full, True), (left, False), (right, False), (one, False)]
+
+
+def _positions(rows: int, length: int) -> list[tuple[torch.Tensor, bool]]:
+    single = torch.arange(length).repeat(rows, 1)
+    packed, last = single.clone(), single.clone()
+    packed[:, length // 2 :] -= length // 2
+    last[-1, -1] = 0
+    return [(single, True), (single + 3, True), (single + 10**7, True), (packed, False), (last, False)]
+
+
+_SAMPLES = {"attention_mask": _masks, "position_ids": _positions}

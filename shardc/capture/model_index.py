@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from torch import nn
 
@@ -22,6 +23,22 @@ class ModelIndex:
             for i in range(len(module))
         }
         self._training: dict[bool, list[bool]] = {}
+
+    def state(self) -> list[dict[str, Any]]:
+        """The attributes of all modules, buffers included: what a forward writes to them can be undone."""
+        return [vars(module) | {"_buffers": dict(module._buffers)} for module in self.modules.values()]
+
+    def restore(self, state: list[dict[str, Any]]) -> dict[str, Any]:
+        """Undo what changed since `state` was taken; returns it by dotted name."""
+        changed = {}
+        for (path, module), before in zip(self.modules.items(), state, strict=True):
+            now = vars(module)
+            for name, value in (now | now["_buffers"]).items():
+                if name != "_buffers" and before.get(name, before["_buffers"].get(name)) is not value:
+                    changed[f"{path}.{name}"] = value
+            now.clear()
+            now.update(before)
+        return changed
 
     def train(self, mode: bool) -> None:
         """`model.train(mode)`; from the second time on only the flags are set, which is faster."""

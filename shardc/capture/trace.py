@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardc.capture.graph import Call, Repeat, block_input, block_output, op_name, repeat_block
-from shardc.capture.host_reads import HOST_READS, evaluate, origins
+from shardc.capture.host_reads import HOST_READS, evaluate, is_guard, origins
 from shardc.capture.memo import Concrete, Made, NotPlain, Signature, Slot, flatten
 from shardc.capture.model_index import ModelIndex, argument_names
 from shardc.capture.patches import custom_autograd_refused, module_calls_through
@@ -61,8 +61,13 @@ def record(
     recorder = _Recorder(index, memo, answers or {}, same_block or {})
     for name, tensor in inputs.items():
         recorder.bind(tensor, recorder.add(Row("placeholder", name)))
-    with module_calls_through(recorder.call_module), custom_autograd_refused(recorder.where), recorder:
-        out = index.model(**inputs, **(options or {}))
+    state = index.state()
+    try:
+        with module_calls_through(recorder.call_module), custom_autograd_refused(recorder.where), recorder:
+            out = index.model(**inputs, **(options or {}))
+    finally:
+        kept = index.restore(state)
+    recorder.trace.kept = {name: recorder.kept_value(name, value) for name, value in kept.items()}
     recorder.trace.outputs = {name: recorder.row(tensor) for name, tensor in _named_outputs(out, index.model).items()}
     return recorder.trace
 
@@ -201,10 +206,13 @@ class _Recorder(TorchFunctionMode):
         target = args[0]
         plain = func if "inplace" in kwargs else out_of_place(name)
         kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
-        if kwargs.get("out") is not None or plain is None:
+        if kwargs.get("out") is not None or (plain is None and name != "copy_"):
             self._refuse_write(f"in-place operation {name}")
         if id(target) in self.viewed or id(target) in self.viewed.values():
             self._refuse_write(f"in-place write to a view by {name}")
+        if name == "copy_" and self._overwrites_buffer(target, args[1]):
+            self.bind(target, self.row(args[1]))
+            return target
         if self.row(target).op == "get_attr":
             self._refuse_write(f"in-place write to a parameter or buffer by {name}")
         if target.requires_grad and not torch.is_grad_enabled():
@@ -216,6 +224,12 @@ class _Recorder(TorchFunctionMode):
         target.requires_grad_(new.requires_grad)
         self.bind(target, self.row(new))
         return target
+
+    def _overwrites_buffer(self, target: torch.Tensor, value: Any) -> bool:
+        """Whether a copy fills a buffer that was not read yet, so that no call sees what an earlier one left there."""
+        is_buffer = id(target) in self.index.tensor_names and not isinstance(target, nn.Parameter)
+        alike = isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (target.shape, target.dtype)
+        return is_buffer and alike and id(target) not in self.row_of
 
     def _refuse_write(self, what: str) -> None:
         raise ShardcError(
@@ -246,14 +260,30 @@ class _Recorder(TorchFunctionMode):
             value, literals = evaluate(self.trace.rows, sources, row)
             self.trace.size_reads.append(SizeRead(literals, source))
             return func(value, *args[1:])
-        self.trace.guards.append((inputs, source))
-        known = [self.answers[i] for i in sorted(inputs) if i in self.answers]
-        if name != "__bool__" or not known:
+        known = [r for r in sources if r.op == "placeholder" and r.target in self.answers]
+        answer = self.answers.get(known[0].target) if len(known) == 1 == len(inputs) else None
+        if name != "__bool__" or answer is None or not is_guard(self.trace.rows, sources, row, known[0], answer):
             raise ShardcError(
                 f"{self.where()}: reads values of {', '.join(sorted(inputs))} on the host ({source})",
-                "only booleans of attention_mask and position_ids can be guards; pass this input as a Python value",
+                "only `all tokens kept` of attention_mask and `no restart` of position_ids can be guards; "
+                "pass this input as a Python value",
             )
-        return known[0]
+        self.trace.guards.append((inputs, source))
+        return answer
+
+    def kept_value(self, name: str, value: Any) -> Any:
+        """A value that forward kept on a module: a tensor is computed, so that runs can be compared.
+
+        Raises ShardcError where it follows from the inputs: the next call would compute something else."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        row = self.row_of.get(id(value))
+        if row is None or row.op == "get_attr":
+            return None
+        sources = origins(row)
+        if any(r.op != "call_function" for r in sources):
+            raise _keeps(name)
+        return evaluate(self.trace.rows, sources, row)[0]
 
     # -- module calls ----------------------------------------------------------------------------------------------
     def call_module(self, original: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -338,6 +368,27 @@ class _Output:
 @functools.cache
 def _getitem(i: int) -> Signature:
     return Signature(operator.getitem, (Slot(0), i), {})
+
+
+def _keeps(name: str) -> ShardcError:
+    return ShardcError(
+        f"{name.rpartition('.')[0] or 'the model'}: keeps {name.rpartition('.')[2]!r} from one batch to the next",
+        "compute it in forward, or keep it out of the model",
+    )
+
+
+def check_kept(traces: Sequence[Trace]) -> None:
+    """Raise ShardcError where forward keeps something that differs from run to run: calls would depend on calls."""
+    for name in {name: None for trace in traces for name in trace.kept}:
+        first, *others = (trace.kept.get(name) for trace in traces)
+        if any(not _equal(first, other) for other in others):
+            raise _keeps(name)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and (one is other or not isinstance(one, (int, float)) or one == other)
 
 
 def _named_outputs(out: Any, model: nn.Module) -> dict[str, torch.Tensor]:

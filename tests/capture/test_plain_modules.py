@@ -15,7 +15,8 @@ from shardc.capture import Input, capture
 from shardc.capture.capture import TOKENS
 from shardc.capture.symbols import MODEL_DTYPE, B, S
 from shardc.errors import ShardcError
-from tests.capture.plain import Tiny, next_token_loss, tiny_batch, with_body
+from tests.capture import families
+from tests.capture.plain import VOCAB, Tiny, next_token_loss, tiny_batch, with_body
 from tests.capture.replay import assert_bit_equal, default_dtype, perturb, run_graph, run_model
 
 EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {}
@@ -355,8 +356,61 @@ def test_a_host_read_of_an_input_is_refused_with_its_line() -> None:
     line = ReadsIds.forward.__code__.co_firstlineno + 1
     assert str(error.value) == (
         f"the model: reads values of input_ids on the host (test_plain_modules.py:{line})\n"
-        "  only booleans of attention_mask and position_ids can be guards; pass this input as a Python value"
+        "  only `all tokens kept` of attention_mask and `no restart` of position_ids can be guards; "
+        "pass this input as a Python value"
     )
+
+
+class Guarded(Tiny):
+    """Asks its mask and its positions what Hugging Face models ask."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Any:
+        hidden = self.embed(input_ids)
+        if attention_mask is not None and not attention_mask.all():
+            hidden = hidden * attention_mask[..., None].to(hidden.dtype)
+        if position_ids is not None and (position_ids.diff(dim=-1) == 1).all():
+            hidden = hidden * 2
+        logits = self.head(self.proj(hidden))
+        return {"loss": next_token_loss(logits, labels), "logits": logits}
+
+
+class LimitedMask(Guarded):
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Any:
+        if attention_mask is not None and attention_mask.sum() < 10:
+            labels = labels + 1
+        return super().forward(input_ids, labels)
+
+
+class LimitedPositions(Guarded):
+    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None) -> Any:
+        if position_ids is not None and position_ids.max() + 1 > 64:
+            labels = labels + 1
+        return super().forward(input_ids, labels)
+
+
+def test_guards_are_captured_on_both_sides() -> None:
+    captured = capture(Guarded)
+    assert [v.name for v in captured.variants] == [
+        "plain", "positions", "positions+packed", "masked", "masked+positions",
+    ]  # fmt: skip
+    torch.manual_seed(0)
+    model = Guarded()
+    for variant, graph in captured.variants.items():
+        batch = families.batch(variant, rows=3, length=9, vocab=VOCAB)
+        assert_bit_equal(run_graph(graph, model, batch), run_model(model, batch), variant.name)
+
+
+@pytest.mark.parametrize(("model", "name"), [(LimitedMask, "attention_mask"), (LimitedPositions, "position_ids")])
+def test_other_questions_about_a_mask_or_positions_are_no_guards(model: type[Tiny], name: str) -> None:
+    line = model.forward.__code__.co_firstlineno + 1
+    with pytest.raises(ShardcError, match=rf"reads values of {name} on the host \(test_plain_modules.py:{line}\)"):
+        capture(model)
 
 
 class NotCrossEntropy(Tiny):
