@@ -8,12 +8,13 @@ from math import gcd, prod
 
 from torch import fx
 
-from shardc.capture.graph import ModelGraph
+from shardc.capture.graph import ModelGraph, op_name
 from shardc.errors import ShardcError
 from shardc.policy import Rule
 from shardc.sharding.analyse import describe
 from shardc.sharding.factors import Dims, Factor, contains, dim_of, leaves
 from shardc.sharding.mesh import Mesh
+from shardc.sharding.rules import rule_of
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ def mark(model: ModelGraph, roles: dict[str, Rule], parameters: dict[str, Dims],
     (both `column`), and a `row` that nothing feeds.
     """
     if tp == 1:
-        return Marks(Mesh({"tp": 1}))
+        return Marks(Mesh({"tp": 1}), {"tp": []})
     named = _weights(model, roles)
     outputs = _outputs(model, named, parameters)
     kv = _kv_split(outputs, tp)
@@ -68,11 +69,17 @@ def mark(model: ModelGraph, roles: dict[str, Rule], parameters: dict[str, Dims],
     whole = [output for output in outputs if not _mark_output(marks, output, tp)]
     for output in outputs:
         _check_fused(marks, output, tp)
-    for path, rule, weight in named:
-        _check_role(model, marks, path, rule, parameters[weight])
+    splits = {
+        path: _Split.of(marks, parameters[weight], _output_dim(model, path, rule)) for path, rule, weight in named
+    }
+    for path, rule, _ in named:
+        _check_column(marks, path, rule, splits[path])
     for output in whole:
         if not _meets_shards(model, marks, roles, output.path):
             _refuse_whole(output)
+    for path, rule, _ in named:
+        _check_row(path, rule, splits[path])
+        _check_replicate(marks, path, rule, splits[path])
     return marks
 
 
@@ -208,25 +215,44 @@ def _check_fused(marks: Marks, output: _Output, tp: int) -> None:
             )
 
 
-def _check_role(model: ModelGraph, marks: Marks, path: str, rule: Rule, dims: Dims) -> None:
-    marked = marks.all_factors()
-    split = [next((f for f in marked if contains(dim, f)), None) for dim in dims]
-    out = _output_dim(model, path, rule)
-    into = split[1 - out] if len(dims) == 2 else None
-    if rule.role == "column" and into is not None:
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Which marked factor splits the input and the output dim of a weight, and how many inputs it has."""
+
+    input: Factor | None
+    output: Factor | None
+    input_size: int
+
+    @classmethod
+    def of(cls, marks: Marks, dims: Dims, output_dim: int) -> _Split:
+        marked = marks.all_factors()
+        split = [next((f for f in marked if contains(dim, f)), None) for dim in dims]
+        if len(dims) == 1:
+            return cls(None, split[0], 0)
+        return cls(split[1 - output_dim], split[output_dim], _count(leaves(dims[1 - output_dim])))
+
+
+def _check_column(marks: Marks, path: str, rule: Rule, split: _Split) -> None:
+    if rule.role == "column" and split.input is not None:
         raise ShardcError(
-            f"{path}: column, but its input is already sharded by {marks.named_by[into]}",
+            f"{path}: column, but its input is already sharded by {marks.named_by[split.input]}",
             f"mark it `row` ({rule.place}): a row takes the shards that a column gives",
         )
-    if rule.role == "row" and into is None:
+
+
+def _check_row(path: str, rule: Rule, split: _Split) -> None:
+    if rule.role == "row" and split.input is None:
         raise ShardcError(
-            f"{path}: row, but nothing shards its {_count(leaves(dims[1 - out]))} input features",
+            f"{path}: row, but nothing shards its {split.input_size} input features",
             f"mark the module that feeds it `column`, or this one `replicate` ({rule.place})",
         )
-    if rule.role == "replicate" and any(split):
-        other = next(factor for factor in split if factor is not None)
+
+
+def _check_replicate(marks: Marks, path: str, rule: Rule, split: _Split) -> None:
+    factor = split.input or split.output
+    if rule.role == "replicate" and factor is not None:
         raise ShardcError(
-            f"{path}: replicate, but {marks.named_by[other]} shards one of its dims",
+            f"{path}: replicate, but {marks.named_by[factor]} shards one of its dims",
             f"mark both `replicate`, or this one `column` or `row` ({rule.place})",
         )
 
@@ -252,10 +278,15 @@ def _refuse_size(output: _Output, size: int, what: str, tp: int) -> None:
 
 def _refuse_whole(output: _Output) -> None:
     needed_by = next((leaf.whole for segment in output.segments for leaf in segment if leaf.whole is not None), None)
+    advice = f"mark the module `replicate` ({output.rule.place})"
+    reason = ""
+    if needed_by is not None:
+        reason = f", which {describe(needed_by)} needs whole"
+        if rule_of(needed_by) is None:
+            reason += f": no rule says how {op_name(needed_by.target)} works on shards"
+            advice = f"write a rule (CONTRIBUTING.md, An op rule), or {advice}"
     raise ShardcError(
-        f"{output.path}: {output.rule.role} would split its {output.size} output features"
-        + (f", which {describe(needed_by)} needs whole" if needed_by is not None else ""),
-        f"mark the module `replicate` ({output.rule.place})",
+        f"{output.path}: {output.rule.role} would split its {output.size} output features{reason}", advice
     )
 
 
