@@ -17,6 +17,7 @@ from shardc.sharding.mesh import Mesh
 from shardc.sharding.propagate import propagate
 from shardc.sharding.prove import Certificate, ShardedParameter, prove
 from shardc.sharding.shard_map import shard_map_of
+from shardc.sharding.unfold import unfold_unequal_roles
 
 
 @dataclass(slots=True)
@@ -49,11 +50,14 @@ def shard(captured: CapturedModel, roles: dict[str, Rule], *, tp: int, sequence_
         raise ShardcError(
             "sequence parallelism shards the residual stream over tp, and tp is 1", "use --tp 2 or more with --sp"
         )
+    if tp == 1:
+        roles = {}  # nothing is split, so nothing enters a parallel region
     table: dict[str, ShardedParameter] | None = None
     mesh = Mesh({"tp": 1})
     propagated: list[str] = []
     for variant, model in captured.variants.items():
         if tp > 1:
+            unfold_unequal_roles(model, roles)
             keep_batch_and_sequence(model)
         dims = analyse_factors(model)
         marks = mark(model, roles, dims, tp)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from shardc.capture.capture import CapturedModel
@@ -28,8 +30,8 @@ def clone_graph(model: ModelGraph) -> ModelGraph:
         {name: twin[node] for name, node in model.inputs.items()},
         {name: twin[node] for name, node in model.outputs.items()},
         dict(model.parameters),
-        model.constants,
-        model.blocks,
+        dict(model.constants),
+        {path: list(instances) for path, instances in model.blocks.items()},
         model.module_classes,
     )
 
@@ -38,5 +40,5 @@ def _clone_call(call: Call, twin: dict[fx.Node, fx.Node], calls: dict[Call, Call
     if call not in calls:
         parent = _clone_call(call.parent, twin, calls) if call.parent else None
         names = {twin[node]: name for node, name in call.argument_names.items() if node in twin}
-        calls[call] = Call(call.path, call.module_class, parent, names)
+        calls[call] = replace(call, parent=parent, argument_names=names)
     return calls[call]

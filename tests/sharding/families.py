@@ -36,7 +36,9 @@ FAMILIES = {
 
 
 @functools.cache
-def tiny_config(family: str, heads: int = 8, kv_heads: int | None = None, tied: bool | None = None) -> Any:
+def tiny_config(
+    family: str, heads: int = 8, kv_heads: int | None = None, tied: bool | None = None, intermediate: int | None = None
+) -> Any:
     """heads: divisible by every tp under test. kv_heads: as many as the family allows (4), unless given."""
     config = copy.deepcopy(reduced_config(resolve(FAMILIES[family]).config, 1, 2))
     grouped = getattr(config, "num_key_value_heads", None) is not None
@@ -46,7 +48,7 @@ def tiny_config(family: str, heads: int = 8, kv_heads: int | None = None, tied: 
         "num_key_value_heads": (kv_heads or heads // 2) if grouped else None,
         "head_dim": head_dim,
         "hidden_size": head_dim * heads,
-        "intermediate_size": 2 * 12 + heads if family != "neox" else 24,
+        "intermediate_size": intermediate or 24 + heads,
         "ffn_dim": 24,
         "word_embed_proj_dim": head_dim * heads,
         "sliding_window": WINDOW,

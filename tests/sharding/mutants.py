@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch.nn.functional as F
-from shardc.runtime.layers import vocab_cross_entropy, vocab_embedding
 from torch import fx
 
 from shardc.capture.graph import ModelGraph, op_name
 from shardc.capture.symbols import Axis
+from shardc.runtime.layers import vocab_cross_entropy, vocab_embedding
 from shardc.sharding.layout import CONVERSIONS
 from shardc.sharding.prove import ShardedParameter
 from tests.sharding.clone import clone_graph

@@ -13,10 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from shardc.runtime import collectives
-from shardc.runtime.layers import vocab_cross_entropy, vocab_embedding
-from shardc.runtime.mesh import MeshAxis
-from shardc.runtime.shard_map import ShardMap, shard_tensor
 from torch import Tensor, fx
 
 from shardc.capture.graph import ModelGraph, Repeat, block_input, block_output, op_name, repeat_block
@@ -30,6 +26,10 @@ from shardc.capture.symbols import (
     Size,
     WhileTraining,
 )
+from shardc.runtime import collectives
+from shardc.runtime.layers import vocab_cross_entropy, vocab_embedding
+from shardc.runtime.mesh import MeshAxis
+from shardc.runtime.shard_map import ShardMap, shard_tensor
 from shardc.sharding.mesh import Mesh
 from shardc.sharding.prove import ShardedParameter
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from shardc.runtime import collectives
-from shardc.runtime.layers import vocab_cross_entropy, vocab_embedding
-from shardc.runtime.mesh import MeshAxis
 from torch import Tensor, fx
 
 from shardc.capture.graph import block_input, block_output
+from shardc.runtime import collectives
+from shardc.runtime.layers import vocab_cross_entropy, vocab_embedding
+from shardc.runtime.mesh import MeshAxis
 from shardc.sharding.factors import segment, unify
 from shardc.sharding.rules import dims_of
 from tests.sharding.rules.truth import Sample

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from shardc.runtime.mesh import MeshAxis
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from shardc.capture.graph import Call, ModelGraph, Value
 from shardc.capture.symbols import Axis
 from shardc.errors import ShardcError
+from shardc.runtime.mesh import MeshAxis
 from shardc.sharding.factors import Factor, all_leaves, dim_of, leaves
 from shardc.sharding.layout import CONVERSIONS, I, Layout, P, R, sharded
 from shardc.sharding.localise import localise

@@ -1,0 +1,57 @@
+"""A user's own nn.Module with a policy of ten lines, and policies that treat equal blocks differently."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardc.capture import Variant
+from shardc.policy import match, module_classes, parse_policy
+from shardc.sharding.shard import ShardedModel, shard
+from tests.sharding.exact import TOLERANCE, largest_error
+from tests.sharding.families import Model
+from tests.sharding.plain import Plain
+
+POLICY = """rules:
+  "embed": vocab
+  "*.qkv": column
+  "*.out": row
+  "*.gate": column
+  "*.down": row
+  "head": vocab
+"""
+LAYOUTS = [(2, False), (2, True), (4, True)]
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), LAYOUTS)
+def test_a_plain_module_is_exact(tp: int, sequence_parallel: bool) -> None:
+    """Fused qkv taken apart by chunk, a gate by split, biases, LayerNorm, an untied head of odd size."""
+    sharded, _ = _check(POLICY, tp, sequence_parallel)
+    assert sharded.variants[Variant()].blocks == {"blocks.0": ["blocks.0", "blocks.1", "blocks.2"]}
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("only", "blocks"),
+    [
+        ("blocks.0", {"blocks.0": ["blocks.0"], "blocks.1": ["blocks.1", "blocks.2"]}),
+        ("blocks.1", {"blocks.0": ["blocks.0", "blocks.2"], "blocks.1": ["blocks.1"]}),
+        ("blocks.{1,2}", {"blocks.0": ["blocks.0"], "blocks.1": ["blocks.1", "blocks.2"]}),
+    ],
+)
+def test_equal_blocks_with_unequal_roles(only: str, blocks: dict, tp: int, sequence_parallel: bool) -> None:
+    """Only some attentions are sharded: equal blocks with equal roles are still held once."""
+    policy = POLICY.replace('"*.qkv"', f'"{only}.attention.qkv"').replace('"*.out"', f'"{only}.attention.out"')
+    sharded, parameters = _check(policy, tp, sequence_parallel)
+    assert sharded.variants[Variant()].blocks == blocks
+    held = {name: parameters[f"blocks.{name}.attention.qkv.weight"].shard is not None for name in "012"}
+    assert held == {name: name in only for name in "012"}
+
+
+def _check(policy: str, tp: int, sequence_parallel: bool) -> tuple[ShardedModel, dict]:
+    classes = module_classes(Plain())
+    model = Model(Plain, match(parse_policy(policy, "mine.yaml"), classes), classes)
+    sharded = shard(model.capture(Variant()), model.roles, tp=tp, sequence_parallel=sequence_parallel)
+    assert not sharded.certificate.findings
+    assert sharded.propagated == []
+    assert largest_error(sharded, model) < TOLERANCE
+    return sharded, sharded.parameters
