@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 
 MAX_RANKS = 4
 TIMEOUT_S = 60
+START_S = 180  # more, for the first run: four processes import torch, perhaps on a busy machine
 GRACE_S = 2  # after one rank failed, how long the others may take to fail by themselves
 
 
@@ -40,6 +41,7 @@ class Workers:
         """Call "module:name" with args on `size` ranks; returns their results in order. Raises WorkerError."""
         if not self.processes:
             self._start()
+            timeout_s += START_S
         self.runs += 1
         for tasks in self.tasks[:size]:
             tasks.put((size, str(self.folder / f"store{self.runs}"), function, args))
@@ -85,7 +87,7 @@ def _serve(rank: int, tasks: mp.SimpleQueue, results: mp.Queue) -> None:
                 store=dist.FileStore(store, size),
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=TIMEOUT_S),
+                timeout=timedelta(seconds=TIMEOUT_S + START_S),
             )
             module, name = function.split(":")
             value = getattr(importlib.import_module(module), name)(*args)
