@@ -24,20 +24,20 @@ class ModelIndex:
         }
         self._training: dict[bool, list[bool]] = {}
 
-    def state(self) -> list[dict[str, Any]]:
-        """The attributes of all modules, buffers included: what a forward writes to them can be undone."""
-        return [vars(module) | {"_buffers": dict(module._buffers)} for module in self.modules.values()]
+    def state(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Attributes and buffers of all modules: what a forward writes to them can be undone."""
+        return [(dict(vars(module)), dict(module._buffers)) for module in self.modules.values()]
 
-    def restore(self, state: list[dict[str, Any]]) -> dict[str, Any]:
+    def restore(self, state: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
         """Undo what changed since `state` was taken; returns it by dotted name."""
         changed = {}
-        for (path, module), before in zip(self.modules.items(), state, strict=True):
-            now = vars(module)
-            for name, value in (now | now["_buffers"]).items():
-                if name != "_buffers" and before.get(name, before["_buffers"].get(name)) is not value:
-                    changed[f"{path}.{name}"] = value
-            now.clear()
-            now.update(before)
+        for (path, module), (attributes, buffers) in zip(self.modules.items(), state, strict=True):
+            for now, before in ((vars(module), attributes), (module._buffers, buffers)):
+                if _unchanged(now, before):
+                    continue
+                changed |= {f"{path}.{name}": x for name, x in now.items() if before.get(name) is not x}
+                now.clear()
+                now.update(before)
         return changed
 
     def train(self, mode: bool) -> None:
@@ -47,6 +47,13 @@ class ModelIndex:
             self._training[mode] = [module.training for module in self.modules.values()]
         for module, flag in zip(self.modules.values(), self._training[mode], strict=True):
             module.__dict__["training"] = flag
+
+
+def _unchanged(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    try:
+        return now == before  # compares identities first, so it is fast
+    except (RuntimeError, ValueError):  # two tensors or arrays
+        return False
 
 
 def canonical_names(model: nn.Module) -> dict[int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,10 +24,13 @@ class Size:
         return self.coefficient * batch_size**self.batch * seq_length**self.seq + offset
 
     def __repr__(self) -> str:
-        signs = {1: [], -1: ["-"]}.get(self.coefficient, [f"{self.coefficient}*"])
-        text = "".join(signs) + "*".join(["B"] * self.batch + ["S"] * self.seq)
-        offset = str(self.offset) if self.offset else ""
-        return text + ("+" if offset and offset[0] != "-" else "") + offset
+        factors = ([str(self.coefficient)] if self.coefficient != 1 else []) + ["B"] * self.batch + ["S"] * self.seq
+        offset = self.offset
+        if isinstance(offset, Size):
+            tail = f"{'-' if offset.coefficient < 0 else '+'}{replace(offset, coefficient=abs(offset.coefficient))}"
+        else:
+            tail = f"{offset:+d}" if offset else ""
+        return "*".join(factors) + tail
 
 
 @dataclass(frozen=True, slots=True)
