@@ -75,7 +75,9 @@ class EmittedClass:
         given = {name: shapes[i][dim] for (i, dim), name in self.size_arguments().items()}
         names = list(dict.fromkeys(self.size_arguments().values()))
         ordered = sorted(names) if "in_features" in names else names
-        return f"{self.name}({', '.join([*(['tp'] if self.needs_tp else []), *(size_text(given[n]) for n in ordered)])})"
+        return (
+            f"{self.name}({', '.join([*(['tp'] if self.needs_tp else []), *(size_text(given[n]) for n in ordered)])})"
+        )
 
     def init(self) -> tuple[str, list[str]]:
         """(arguments, statements) of __init__; no statements where the class has nothing to build."""

@@ -133,12 +133,12 @@ def identity_of(node: fx.Node, args: tuple, kwargs: dict[str, Any], value_of: Va
     if not args or not isinstance(args[0], fx.Node) or node.target in (block_input, repeat_block):
         return None
     first, name = args[0], op_name(node.target)
-    before, after = value_of(first), value_of(node)
+    before, after = value_of(node.args[0]), value_of(node)
     if before is None or after is None:
         return None
     same_value = before.shape == after.shape and before.dtype == after.dtype
     if name in ("view", "reshape", "expand", "float", "long", "bool", "type_as"):
-        return first if same_value else None
+        return first if same_value or (name == "expand" and _is_broadcast_anyway(node, value_of)) else None
     if name == "to":
         plain = not kwargs.keys() - {"device", "dtype", "non_blocking"} and all(
             not isinstance(a, bool) for a in args[1:]
@@ -161,6 +161,55 @@ def identity_of(node: fx.Node, args: tuple, kwargs: dict[str, Any], value_of: Va
             if _is_true_scalar(one) and value_of(other) == after:
                 return other
     return None
+
+
+def _is_broadcast_anyway(node: fx.Node, value_of: ValueOf) -> bool:
+    """Whether all that reads an `expand` is a matmul that would repeat the operand itself.
+
+    `freqs = inv_freq.expand(batch, -1, 1) @ positions` multiplies a table by the positions of each row; where there is
+    one row of positions nothing is expanded, and one text must serve both.
+    """
+    before, after = value_of(node.args[0]), value_of(node)
+    if before is None or after is None or len(before.shape) != len(after.shape) or len(after.shape) < 3:
+        return False
+    changed = [d for d, (a, b) in enumerate(zip(before.shape, after.shape, strict=True)) if a != b]
+    if any(d >= len(after.shape) - 2 for d in changed):
+        return False
+    for user in node.users:
+        value = value_of(user) if user.op == "call_function" else None
+        if value is None:
+            return False
+        if op_name(user.target) in ("to", "float") and value.shape == after.shape and value.dtype == after.dtype:
+            if not _is_broadcast_anyway_through(user, node, value_of):
+                return False
+        elif op_name(user.target) != "matmul" or not _matmul_repeats(user, node, changed, value_of):
+            return False
+    return True
+
+
+def _is_broadcast_anyway_through(cast: fx.Node, expand: fx.Node, value_of: ValueOf) -> bool:
+    """The same question about what reads a cast that changes nothing."""
+    before, after = value_of(expand.args[0]), value_of(expand)
+    changed = [d for d, (a, b) in enumerate(zip(before.shape, after.shape, strict=True)) if a != b]
+    return all(
+        _is_broadcast_anyway_through(user, expand, value_of)
+        if user.op == "call_function" and op_name(user.target) in ("to", "float") and value_of(user) == value_of(cast)
+        else user.op == "call_function"
+        and op_name(user.target) == "matmul"
+        and _matmul_repeats(user, cast, changed, value_of)
+        for user in cast.users
+    )
+
+
+def _matmul_repeats(matmul: fx.Node, operand: fx.Node, changed: list[int], value_of: ValueOf) -> bool:
+    """Whether the other factor of a product has the dims that `operand` lacks before its `expand`."""
+    other = next((x for x in matmul.args if isinstance(x, fx.Node) and x is not operand), None)
+    mine, theirs = value_of(operand), value_of(other) if other is not None else None
+    return (
+        theirs is not None
+        and len(theirs.shape) == len(mine.shape)
+        and all(theirs.shape[d] == mine.shape[d] for d in changed)
+    )
 
 
 def _is_number(x: Any, number: int) -> bool:
