@@ -19,7 +19,7 @@ from shardc.errors import ShardcError
 from shardc.policy import Rule
 from shardc.runtime.layers import vocab_cross_entropy, vocab_embedding
 from shardc.sharding.analyse import describe
-from shardc.sharding.factors import Factor, contains, dim_of, is_whole_dim, leaves, splits
+from shardc.sharding.factors import Factor, contains, dim_of, is_whole_dim, leaves, splits, times
 from shardc.sharding.layout import FUNCTION_OF, I, Layout, P, R, same_layouts, sharded
 from shardc.sharding.mark import Marks
 from shardc.sharding.mesh import Mesh
@@ -191,14 +191,15 @@ class _Propagator:
         return None if self._must_gather(node) else self.sequence
 
     def _must_gather(self, node: fx.Node) -> bool:
-        """Whether an operation takes the sequence whole: a product with a role, attention, a view of (B, S) as rows."""
+        """Whether an operation takes the sequence whole: a product with a role, scores of all pairs, a view of rows."""
         named = op_name(node.target) in ("linear", "matmul") and node.meta["call"].path in self.roles
+        paired = any(times(dims, self.sequence) > 1 for dims in (*map(dims_of, tensors(node)), *result_dims(node)))
         merged = any(
             splits(factors, self.sequence) and not is_whole_dim(factors, self.sequence)
             for dims in result_dims(node)
             for factors in dims
         )
-        return named or merged or contains(node.meta.get("whole", ()), self.sequence)
+        return named or paired or merged or contains(node.meta.get("whole", ()), self.sequence)
 
     def _decide_sharded(
         self, node: fx.Node, axis: str, factor: Factor, have: Layouts
