@@ -292,6 +292,8 @@ class _StageBuilder:
         def note(item: Any) -> Any:
             if isinstance(item, (Size, ShardSize)):
                 mentioned.add(item)
+            if isinstance(item, Size) and isinstance(item.offset, Size):
+                mentioned.add(item.offset)
             return item
 
         last_placeholder = None

@@ -23,7 +23,7 @@ from shardc.errors import ShardcError
 
 _SYMBOLS = {symbol.name: symbol for symbol in vars(symbols).values() if isinstance(symbol, Symbol)}
 _TORCH_KINDS = (torch.dtype, torch.memory_format, torch.layout)
-_SIZE = re.compile(r"(-?\d+)?\*?(B)?\*?(S)?([+-]\d+)?")
+_TERM = re.compile(r"([+-]?)(\d+)?\*?(B)?\*?(S)?")
 
 
 def encode(item: Any) -> Any:
@@ -117,11 +117,24 @@ def _decode_rare(kind: str, content: Any, nodes: Mapping[str, fx.Node]) -> Any:
 
 
 def parse_size(text: str) -> Size | ShardSize:
-    """The size that prints as `text`: "B", "2*B*S+1", "S/tp"."""
+    """The size that prints as `text`: "B", "2*B*S+1", "B*S-B", "S/tp"."""
     whole, slash, axis = text.partition("/")
-    match = _SIZE.fullmatch(whole)
-    if match is None:
+    size = _parse_sum(whole)
+    if not isinstance(size, Size):
         raise ValueError(text)
-    coefficient, batch, seq, offset = match.groups()
-    size = Size(int(coefficient or 1), int(batch is not None), int(seq is not None), int(offset or 0))
     return ShardSize(size, axis) if slash else size
+
+
+def _parse_sum(text: str) -> Size | int:
+    """A size, or the number that stands alone at the end of one."""
+    match = _TERM.match(text)
+    sign, number, batch, seq = match.groups()
+    rest = text[match.end() :]
+    if not (number or batch or seq) or (rest and rest[0] not in "+-"):
+        raise ValueError(text)
+    coefficient = int(f"{sign}{number or 1}")
+    if batch or seq:
+        return Size(coefficient, int(batch is not None), int(seq is not None), _parse_sum(rest) if rest else 0)
+    if rest:
+        raise ValueError(text)
+    return coefficient

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from shardc.runtime.spec import parse_plan
 from torch import nn
 
 from shardc.errors import ShardcError
@@ -16,6 +15,7 @@ from shardc.plan import CompiledPlan, compile_plan, write_plan
 from shardc.plan.folder import plan_files
 from shardc.plan.summary import summarize
 from shardc.policy import parse_policy
+from shardc.runtime.spec import parse_plan
 from tests.plan.conftest import SMALL, compile_small
 
 FILES = ["certificate.json", "config.json", "constants.safetensors", "model.py", "plan.json", "schedule.json"]
