@@ -145,21 +145,26 @@ def _size(dim: object, sequence: int) -> int:
     return dim.at(1, sequence) if isinstance(dim, Size) else dim
 
 
-def _product(node: fx.Node, sequence: int, left: int = 0) -> int:
+def _operand(node: fx.Node, position: int, name: str) -> fx.Node:
+    """An argument that the author gave by position or by name."""
+    return node.args[position] if position < len(node.args) else node.kwargs[name]
+
+
+def _product(node: fx.Node, sequence: int, left: int = 0, name: str = "input") -> int:
     """output elements * inner size * 2; the inner size is the last dim of the left operand."""
-    return 2 * prod(_sizes(node, sequence)) * _sizes(node.args[left], sequence)[-1]
+    return 2 * prod(_sizes(node, sequence)) * _sizes(_operand(node, left, name), sequence)[-1]
 
 
 def _attention(node: fx.Node, sequence: int) -> int:
     """Two products of every query with every key, half of them under a causal mask."""
-    query, key = (_sizes(operand, sequence) for operand in node.args[:2])
+    query, key = (_sizes(_operand(node, i, name), sequence) for i, name in enumerate(("query", "key")))
     full = 4 * prod(query) * key[-2]
     return full // 2 if node.kwargs.get("is_causal") else full
 
 
 _FLOPS: dict[str, Callable[[fx.Node, int], int]] = {
-    "addmm": lambda node, sequence: _product(node, sequence, left=1),
-    "baddbmm": lambda node, sequence: _product(node, sequence, left=1),
+    "addmm": lambda node, sequence: _product(node, sequence, 1, "mat1"),
+    "baddbmm": lambda node, sequence: _product(node, sequence, 1, "batch1"),
     "bmm": _product,
     "linear": _product,
     "matmul": _product,
