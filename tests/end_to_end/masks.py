@@ -87,11 +87,12 @@ def _attention(
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    weights = scores.softmax(-1)
+    if attn_mask is None:
+        weights = scores.softmax(-1)
+    else:
+        assert attn_mask.dtype == torch.bool
+        weights = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min).softmax(-1)
+        weights = weights * attn_mask.any(-1, keepdim=True)  # the kernel gives 0 where a query sees no key
     assert keep.shape == weights.shape, (keep.shape, weights.shape)
     return (weights * keep / (1 - dropout_p)) @ value
 
