@@ -33,6 +33,10 @@ class Layout:
 I = Layout("I")  # noqa: E741  the letter of the table
 R = Layout("R")
 P = Layout("P")
+# A value computed from parameters alone: I or R, whichever its users need, so that no activation is reduced for it.
+FREE = Layout("free")
+
+Layouts = dict[str, Layout]
 
 
 def sharded(factor: Factor) -> Layout:

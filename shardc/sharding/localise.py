@@ -13,11 +13,9 @@ from shardc.capture.symbols import Dim, ShardSize, Size
 from shardc.errors import ShardcError
 from shardc.sharding.analyse import describe
 from shardc.sharding.factors import Dims, Factor, leaves, product, quotient
-from shardc.sharding.layout import Layout
+from shardc.sharding.layout import Layouts
 from shardc.sharding.mesh import Mesh
 from shardc.sharding.rules import argument, dims_of
-
-Layouts = dict[str, Layout]
 
 
 def localise(

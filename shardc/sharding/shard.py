@@ -19,6 +19,8 @@ from shardc.sharding.prove import Certificate, ShardedParameter, prove
 from shardc.sharding.shard_map import shard_map_of
 from shardc.sharding.unfold import unfold_unequal_roles
 
+Table = dict[str, ShardedParameter]
+
 
 @dataclass(slots=True)
 class ShardedModel:
@@ -28,7 +30,7 @@ class ShardedModel:
     """
 
     variants: dict[Variant, ModelGraph]
-    parameters: dict[str, ShardedParameter]
+    parameters: Table
     mesh: Mesh
     sequence_parallel: bool
     certificate: Certificate = field(default_factory=Certificate)
@@ -52,36 +54,42 @@ def shard(captured: CapturedModel, roles: dict[str, Rule], *, tp: int, sequence_
         )
     if tp == 1:
         roles = {}  # nothing is split, so nothing enters a parallel region
-    table: dict[str, ShardedParameter] | None = None
-    mesh = Mesh({"tp": 1})
-    propagated: list[str] = []
-    for variant, model in captured.variants.items():
-        if tp > 1:
-            unfold_unequal_roles(model, roles)
-            keep_batch_and_sequence(model)
-        dims = analyse_factors(model)
-        marks = mark(model, roles, dims, tp)
-        mesh = marks.mesh
-        partial = propagate(model, marks, roles, sequence_parallel=sequence_parallel).partial
-        found = _parameter_table(model, dims, partial, mesh)
-        if table is None:
-            table = found
-            propagated = sharded_by_propagation(model, marks, roles, dims)
-        elif table != found:
-            name = next(n for n in table if table[n] != found[n])
-            raise ShardcError(
-                f"{name}: laid out as {table[name]} in the plain graph, but as {found[name]} in the {variant.name} one",
-                "mark its module `replicate`",
-            )
-    sharded = ShardedModel(captured.variants, table or {}, mesh, sequence_parallel, propagated=propagated)
-    for model in sharded.variants.values():
-        sharded.certificate.merge(prove(model, sharded.parameters, mesh))
+    graphs = captured.variants
+    found = {variant: _shard_graph(model, roles, tp, sequence_parallel) for variant, model in graphs.items()}
+    table, mesh, propagated = next(iter(found.values()))
+    for variant, (other, _, _) in found.items():
+        _check_same_table(table, other, variant)
+    sharded = ShardedModel(graphs, table, mesh, sequence_parallel, propagated=propagated)
+    for model in graphs.values():
+        sharded.certificate.merge(prove(model, table, mesh))
     return sharded
 
 
-def _parameter_table(
-    model: ModelGraph, dims: dict[str, Dims], partial: dict[str, list[str]], mesh: Mesh
-) -> dict[str, ShardedParameter]:
+def _shard_graph(
+    model: ModelGraph, roles: dict[str, Rule], tp: int, sequence_parallel: bool
+) -> tuple[Table, Mesh, list]:
+    """The passes, in order; returns the parameter table, the mesh, and the modules that only propagation sharded."""
+    if tp > 1:
+        unfold_unequal_roles(model, roles)
+        keep_batch_and_sequence(model)
+    dims = analyse_factors(model)
+    marks = mark(model, roles, dims, tp)
+    partial = propagate(model, marks, roles, sequence_parallel=sequence_parallel)
+    table = _parameter_table(model, dims, partial, marks.mesh)
+    return table, marks.mesh, sharded_by_propagation(model, marks, roles, dims)
+
+
+def _check_same_table(table: Table, other: Table, variant: Variant) -> None:
+    """All variants of a model train the same parameters."""
+    for name, parameter in table.items():
+        if parameter != other[name]:
+            raise ShardcError(
+                f"{name}: laid out as {parameter} in the plain graph, but as {other[name]} in the {variant.name} one",
+                "mark its module `replicate`",
+            )
+
+
+def _parameter_table(model: ModelGraph, dims: dict[str, Dims], partial: dict[str, list[str]], mesh: Mesh) -> Table:
     layouts = of_instances(model, "layouts")
     table = {}
     for parameter in model.parameters.values():

@@ -15,7 +15,7 @@ from shardc.capture.symbols import Axis, Dim
 from shardc.sharding.factors import Dims, Factor, contains, dim_of, is_whole_dim, leaves, splits, times
 from shardc.sharding.layout import CONVERSIONS, Conversion, I, Layout, P, R, sharded
 from shardc.sharding.mesh import Mesh
-from shardc.sharding.rules import argument, dims_of, result_dims, rule_of, tensors
+from shardc.sharding.rules import argument, dims_of, makes_copies, result_dims, rule_of, tensors
 
 
 class Mismatch(Exception):
@@ -113,15 +113,8 @@ def _type_operation(node: fx.Node, layouts: dict[fx.Node, Layout], copies: Colle
             + ", ".join(f"{o.name} is {layouts[o]}" for o in operands if o.meta["value"].requires_grad)
         )
     result = R if with_gradient == {"R"} else I
-    made = next((factor for factor in copies if _makes_copies(node, factor)), None)
+    made = next((factor for factor in copies if makes_copies(node, factor)), None)
     return sharded(made) if made is not None and result == R else result
-
-
-def _makes_copies(node: fx.Node, factor: Factor) -> bool:
-    """Whether an operation makes copies that `factor` counts, so that each rank can make its own."""
-    if op_name(node.target) not in ("expand", "repeat_interleave", "repeat", "broadcast_to"):
-        return False
-    return dim_of(dims_of(node), factor) is not None and all(dim_of(dims_of(o), factor) is None for o in tensors(node))
 
 
 def _type_sharded(node: fx.Node, operands: list[fx.Node], layouts: dict[fx.Node, Layout], axis: str) -> Layout:

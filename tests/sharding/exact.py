@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardc.capture.capture import CapturedModel, Variant
+from shardc.capture.capture import Variant
 from shardc.sharding.shard import ShardedModel, localise_model
 from tests.sharding.families import Model, batch_for, build_perturbed, dense_loss
 from tests.sharding.simulate import (
@@ -62,8 +62,3 @@ def _with_count(batch: Batch) -> Batch:
 def _error(found: Tensor, expected: Tensor, scale: float) -> float:
     assert found.shape == expected.shape, (found.shape, expected.shape)
     return (found - expected).abs().max().item() / scale
-
-
-def single(captured: CapturedModel, variant: Variant) -> CapturedModel:
-    """One variant of a captured model."""
-    return CapturedModel({variant: captured.variants[variant]}, captured.window, captured.shortest_sequence)

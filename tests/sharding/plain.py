@@ -44,8 +44,9 @@ class Mixer(nn.Module):
 class Plain(nn.Module):
     """Untied head, LayerNorm, learned positions; `blocks` of them."""
 
-    def __init__(self, blocks: int = 3) -> None:
+    def __init__(self, blocks: int = 3, label_smoothing: float = 0.0) -> None:
         super().__init__()
+        self.label_smoothing = label_smoothing
         self.embed = nn.Embedding(VOCABULARY, DIM)
         self.blocks = nn.ModuleList(Mixer() for _ in range(blocks))
         self.norm = nn.LayerNorm(DIM)
@@ -55,7 +56,7 @@ class Plain(nn.Module):
         x = self.embed(input_ids)
         for block in self.blocks:
             x = block(x)
-        return with_loss(self.head(self.norm(x)), labels)
+        return with_loss(self.head(self.norm(x)), labels, self.label_smoothing)
 
 
 class Unknown(nn.Module):
@@ -72,6 +73,7 @@ class Unknown(nn.Module):
         return with_loss(self.down(x), labels)
 
 
-def with_loss(logits: Tensor, labels: Tensor) -> dict[str, Any]:
+def with_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> dict[str, Any]:
     targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
-    return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=label_smoothing)
+    return {"loss": loss, "logits": logits}

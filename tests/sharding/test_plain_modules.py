@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
+from torch import nn
 
 from shardc.capture import Variant
 from shardc.policy import match, module_classes, parse_policy
@@ -29,6 +33,11 @@ def test_a_plain_module_is_exact(tp: int, sequence_parallel: bool) -> None:
     assert sharded.variants[Variant()].blocks == {"blocks.0": ["blocks.0", "blocks.1", "blocks.2"]}
 
 
+def test_label_smoothing_is_exact() -> None:
+    """CASES: label smoothing with a sharded vocabulary; one row of the batch has no target at all."""
+    _check(POLICY, 2, False, functools.partial(Plain, label_smoothing=0.1))
+
+
 @pytest.mark.parametrize(("tp", "sequence_parallel"), LAYOUTS)
 @pytest.mark.parametrize(
     ("only", "blocks"),
@@ -47,9 +56,11 @@ def test_equal_blocks_with_unequal_roles(only: str, blocks: dict, tp: int, seque
     assert held == {name: name in only for name in "012"}
 
 
-def _check(policy: str, tp: int, sequence_parallel: bool) -> tuple[ShardedModel, dict]:
-    classes = module_classes(Plain())
-    model = Model(Plain, match(parse_policy(policy, "mine.yaml"), classes), classes)
+def _check(
+    policy: str, tp: int, sequence_parallel: bool, make: Callable[[], nn.Module] = Plain
+) -> tuple[ShardedModel, dict]:
+    classes = module_classes(make())
+    model = Model(make, match(parse_policy(policy, "mine.yaml"), classes), classes)
     sharded = shard(model.capture(Variant()), model.roles, tp=tp, sequence_parallel=sequence_parallel)
     assert not sharded.certificate.findings
     assert sharded.propagated == []

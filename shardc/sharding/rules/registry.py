@@ -9,7 +9,7 @@ from torch import fx
 
 from shardc.capture.graph import op_name
 from shardc.capture.symbols import WhileTraining
-from shardc.sharding.factors import Dims
+from shardc.sharding.factors import Dims, Factor, dim_of
 
 RelateDims = Callable[[fx.Node], None]
 
@@ -85,6 +85,13 @@ def tensors(node: fx.Node) -> list[fx.Node]:
     operands = [n for n in node.all_input_nodes if "value" in n.meta]
     rule = rule_of(node) if node.op == "call_function" else None
     return operands if rule is None or rule.reads is None else operands[: rule.reads]
+
+
+def makes_copies(node: fx.Node, factor: Factor) -> bool:
+    """Whether an operation makes copies that `factor` counts, so that each rank can make its own."""
+    if op_name(node.target) not in ("expand", "broadcast_to", "repeat", "repeat_interleave"):
+        return False
+    return dim_of(dims_of(node), factor) is not None and all(dim_of(dims_of(o), factor) is None for o in tensors(node))
 
 
 def draws(node: fx.Node) -> bool:
