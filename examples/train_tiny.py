@@ -1,6 +1,6 @@
 """The whole way on a small model, on CPUs: compile, train on 4 ranks, save, generate with plain transformers.
 
-    python examples/train_tiny.py [--steps 150]
+    python examples/train_tiny.py [--steps 120]
 
 The model is a small Qwen3 that reads bytes, with the policy and the layout (tp 2, pp 2) that Qwen3-4B would have.
 """
@@ -32,7 +32,7 @@ def run(*command: str) -> None:
 
 
 def generate(folder: Path, prompt: str, num_bytes: int) -> str:
-    """Continue a prompt, greedily but without repeating four bytes, with nothing but transformers."""
+    """Continue a prompt by sampling `num_bytes` bytes, temperature 0.7, top 20, with transformers alone."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor([list(prompt.encode())])
     options = {"do_sample": True, "temperature": 0.7, "top_k": 20, "pad_token_id": 0}
@@ -43,7 +43,7 @@ def generate(folder: Path, prompt: str, num_bytes: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--out", type=Path, default=Path("plans"))
     args = parser.parse_args()
 
