@@ -48,7 +48,8 @@ class BodyWriter:
     """Writes one frame. formal_lists: for the path of each child, all formals of its class, in order.
 
     none_text: (child path, formal) -> what other variants pass there, for formals that this variant does not have.
-    common: formals that all variants have. too_wide: lines that did not fit into the page where they ended up.
+    common: formals that all variants have, in one shape. too_wide: lines that did not fit into the page where they
+    ended up.
     """
 
     def __init__(
@@ -180,13 +181,18 @@ class BodyWriter:
                     if shards and not any(gives(x, need) for x in (*own, *leaves, *formals)):
                         order = [*own, *leaves, *shards]  # write what every variant can
                     else:
-                        order = [*own, *leaves, *nearest, *reversed(named), *rest]
+                        order = [*own, *leaves, *nearest, *reversed(named)]
                     if not self._pick(unit.node, need, order, i):
                         parameters = [x for x in leaves if x.op == "get_attr"]
                         if need == "dtype" and self._pick(unit.node, need, parameters, i, parameters_too=True):
                             continue
                         hidden = [*inside, *(x for u in statement.units for x in u.outputs if x in self.folded)]
-                        return next(x for x in hidden for part in parts_of(need) if gives(x, part) or gathered(part, x))
+                        shown = (x for x in hidden for part in parts_of(need) if gives(x, part) or gathered(part, x))
+                        found = next(shown, None)
+                        if found is not None:
+                            return found
+                        picked = self._pick(unit.node, need, [*order, *rest], i)
+                        assert picked, f"{need} is shown by no tensor"
             for unit in statement.units:
                 inside.extend(x for x in unit.outputs if x in self.folded)
             named.extend(statement.root.outputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardc.capture import Variant
@@ -11,6 +11,7 @@ from shardc.emit.author import names_in
 from shardc.emit.body import Body, BodyWriter, Finish
 from shardc.emit.classes import EmittedClass, OwnParameter, Use, grouped
 from shardc.emit.expressions import literal
+from shardc.emit.flow import value_of
 from shardc.emit.frames import ChildCall, Frame, Op
 from shardc.emit.library import library_layer
 from shardc.emit.merge import Merged, Merger, Test, branch_on
@@ -130,7 +131,7 @@ class FileBuilder:
         too_wide: frozenset[str],
     ) -> dict[CallKey, Body]:
         none_text: dict[tuple[str, str], str] = {}
-        common = frozenset.intersection(*(frozenset(frame.formal_names) for frame in frames.values()))
+        common = _formals_alike(frames.values())
         arguments = {v: sum(len(i.actuals) for i in f.items if isinstance(i, ChildCall)) for v, f in frames.items()}
         bodies = {}
         for key in sorted(frames, key=lambda key: (-arguments[key], key)):
@@ -255,3 +256,12 @@ def own_parameters(frames: Frames, children: Mapping[str, Use]) -> dict[str, str
                 found[name] = node.target
     order = {name: i for i, name in enumerate(first.flow.model.parameters)}
     return dict(sorted(found.items(), key=lambda item: order[item[1]]))
+
+
+def _formals_alike(frames: Iterable[Frame]) -> frozenset[str]:
+    """Formals that all variants have, in one shape: what a size may be read from in all of them."""
+    shapes = [
+        {(name, value_of(node).shape) for node, name in zip(frame.formals, frame.formal_names, strict=True)}
+        for frame in frames
+    ]
+    return frozenset(name for name, _ in set.intersection(*shapes))
