@@ -244,7 +244,8 @@ def concrete(item: Any, probe: Probe, axis_sizes: dict[str, int]) -> Any:
     if isinstance(item, Size):
         return item.at(probe.batch, probe.seq)
     if isinstance(item, ShardSize):
-        return item.size.at(probe.batch, probe.seq) // axis_sizes[item.axis]
+        size = item.size if isinstance(item.size, int) else item.size.at(probe.batch, probe.seq)
+        return -(-size // axis_sizes[item.axis])  # of the first coord, which holds one more where shards are uneven
     if item is MODEL_DTYPE:
         return probe.dtype
     if item is DTYPE_MIN:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shardc.models import ModelSource, reduced_config, resolve, source_from_config
-from shardc.plan import compile_plan, write_plan
+from shardc.plan import CompiledPlan, compile_plan, write_plan
 from shardc.plan.verification import (
     RELATIVE,
     GradientError,
@@ -84,9 +84,9 @@ class Trial:
             save_file({k: v.contiguous() for k, v in batch.items()}, self.folder / f"batch_{number}.safetensors")
 
 
-def prepare(source: ModelSource, folder: Path, layout: Layout, policy: str | Policy | None = None) -> Trial:
-    """Compile in float32 and write the plan; every weight is moved off its initial value."""
-    plan = compile_plan(
+def compile_layout(source: ModelSource, layout: Layout, policy: str | Policy | None = None) -> CompiledPlan:
+    """The plan of a layout, in float32."""
+    return compile_plan(
         source,
         tp=layout.tp,
         pp=layout.pp,
@@ -96,8 +96,22 @@ def prepare(source: ModelSource, folder: Path, layout: Layout, policy: str | Pol
         policy=policy,
         dtype="float32",
     )
+
+
+def prepare(
+    source: ModelSource,
+    folder: Path,
+    layout: Layout,
+    policy: str | Policy | None = None,
+    adjust: Callable[[nn.Module], None] | None = None,
+) -> Trial:
+    """Compile and write the plan; every weight is moved off its initial value. adjust: changes the weights further."""
+    plan = compile_layout(source, layout, policy)
     write_plan(plan, folder / "plan")
     model = perturbed_model(source)
+    if adjust:
+        with torch.no_grad():
+            adjust(model)
     (folder / "weights").mkdir()
     parameters = {name: p.detach().contiguous() for name, p in model.named_parameters()}
     save_file(parameters, folder / "weights" / "model.safetensors")
