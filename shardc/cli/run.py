@@ -28,11 +28,14 @@ def launch(arguments: list[str]) -> NoReturn:
     """Become torch.distributed.run with these arguments; its exit status is ours.
 
     On one machine it looks for a free port by itself, so that two jobs do not collide."""
-    options = arguments[: script_position(arguments)]
+    position = script_position(arguments)
+    options, script = arguments[:position], arguments[position:]
     alone = [] if any(option.startswith(_PLACES) for option in options) else ["--standalone"]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *alone, *arguments])
+    # "--" ends torchrun's own options: without it, it would take a script's --log for an abbreviation of its --log-dir.
+    separated = ["--", *script] if script and script[0] != "--" else script
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *alone, *options, *separated])
 
 
 def script_position(arguments: list[str]) -> int:
