@@ -19,7 +19,7 @@ from shardc.capture.loss import normalise_loss
 from shardc.capture.memo import Signature
 from shardc.capture.model_index import ModelIndex, argument_names
 from shardc.capture.parameters import model_parameters
-from shardc.capture.patches import default_dtype
+from shardc.capture.patches import collection_paused, default_dtype
 from shardc.capture.rows import Trace
 from shardc.capture.symbols import MODEL_DTYPE, B, Dim, DType, S
 from shardc.capture.trace import check_kept, record
@@ -57,6 +57,7 @@ class CapturedModel:
         return self.variants[min(self.variants)]
 
 
+@collection_paused()
 def capture(
     make: Callable[[], nn.Module],
     *,

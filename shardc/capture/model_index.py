@@ -22,15 +22,21 @@ class ModelIndex:
             if isinstance(module, nn.ModuleList) and len(module) > 1
             for i in range(len(module))
         }
-        self._training: dict[bool, list[bool]] = {}
+        self._states: dict[bool, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
 
-    def state(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Attributes and buffers of all modules: what a forward writes to them can be undone."""
-        return [(dict(vars(module)), dict(module._buffers)) for module in self.modules.values()]
+    def train(self, mode: bool) -> None:
+        """`model.train(mode)`; from the second time on only the flags are set, which is faster."""
+        if mode not in self._states:
+            self.model.train(mode)
+            modules = self.modules.values()
+            self._states[mode] = [(dict(vars(module)), dict(module._buffers)) for module in modules]
+        for module, (attributes, _) in zip(self.modules.values(), self._states[mode], strict=True):
+            vars(module)["training"] = attributes["training"]
 
-    def restore(self, state: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
-        """Undo what changed since `state` was taken; returns it by dotted name."""
+    def restore(self) -> dict[str, Any]:
+        """Undo what a forward wrote to attributes and buffers since `train`; returns it by dotted name."""
         changed = {}
+        state = self._states[self.model.training]
         for (path, module), (attributes, buffers) in zip(self.modules.items(), state, strict=True):
             for now, before in ((vars(module), attributes), (module._buffers, buffers)):
                 if _unchanged(now, before):
@@ -39,14 +45,6 @@ class ModelIndex:
                 now.clear()
                 now.update(before)
         return changed
-
-    def train(self, mode: bool) -> None:
-        """`model.train(mode)`; from the second time on only the flags are set, which is faster."""
-        if mode not in self._training:
-            self.model.train(mode)
-            self._training[mode] = [module.training for module in self.modules.values()]
-        for module, flag in zip(self.modules.values(), self._training[mode], strict=True):
-            module.__dict__["training"] = flag
 
 
 def _unchanged(now: dict[str, Any], before: dict[str, Any]) -> bool:

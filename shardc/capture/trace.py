@@ -51,7 +51,7 @@ def record(
     same_block: dict[str, str] | None = None,
     output_names: tuple[str, ...] | None = None,
 ) -> Trace:
-    """Run `model(**inputs, **options)` and record it.
+    """Run `model(**inputs, **options)` and record it, in the mode of the last `index.train`.
 
     inputs: tensors by keyword, on meta. memo: signatures by call, shared by runs under one default dtype. answers: for
     each input that a guard may read, what the guard evaluates to. same_block: block path -> a key; blocks with one key
@@ -61,12 +61,11 @@ def record(
     recorder = _Recorder(index, memo, answers or {}, same_block or {})
     for name, tensor in inputs.items():
         recorder.bind(tensor, recorder.add(Row("placeholder", name)))
-    state = index.state()
     try:
         with module_calls_through(recorder.call_module), custom_autograd_refused(recorder.where), recorder:
             out = index.model(**inputs, **(options or {}))
     finally:
-        kept = index.restore(state)
+        kept = index.restore()
     recorder.trace.kept = {name: recorder.kept_value(name, value) for name, value in kept.items()}
     recorder.trace.outputs = {name: recorder.row(tensor) for name, tensor in _named_outputs(out, index.model).items()}
     return recorder.trace
