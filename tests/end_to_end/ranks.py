@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,16 +118,26 @@ def expect_refusal(folder: Path, batch: int = 0) -> str:
 def train_with_dropout(folder: Path, seed: int = 7, recompute: bool = False) -> float:
     """One step in training mode; masks go to masks_RANK.pt, the gathered gradients to gradients_0.safetensors."""
     module = build(folder, seed).train()
+    recomputing: list[Record] = []
     if recompute:
         for blocks in [m for m in module.modules() if isinstance(m, nn.ModuleList)]:
             for block in blocks:
-                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    with Record() as record:
+                again = functools.partial(_recorded_again, block.forward, recomputing)
+                block.forward = functools.partial(checkpoint, again, use_reentrant=False)
+    record = Record()
+    with record:
         loss = module(**own_rows(module, load_file(folder / "batch_0.safetensors"))).loss
-        torch.autograd.backward(loss)  # loss.backward() would hide from Record what is recomputed
+    recomputing.append(record)
+    loss.backward()
     torch.save(record.masks, folder / f"masks_{module.mesh.rank}.pt")
     module.reduce_gradients()
     gradients = module.gather_gradients()
     if module.mesh.rank == 0:
         save_file({n: g.contiguous() for n, g in gradients.items()}, folder / "gradients_0.safetensors")
     return loss.item()
+
+
+def _recorded_again(forward: Callable, recomputing: list[Record], *args: Any) -> Any:
+    """A block's forward: in the backward pass, where modes are off, it is recorded too."""
+    with recomputing[0] if recomputing else contextlib.nullcontext():
+        return forward(*args)

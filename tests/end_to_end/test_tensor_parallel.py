@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardc.errors import ShardcError
 from shardc.plan import compile_plan
-from tests.end_to_end.exact import RANKS, Batch, Layout, check, prepare, small
+from tests.end_to_end.exact import RANKS, Batch, Layout, check, compare, prepare, small
 from tests.workers import Workers
 
 TP2, TP4 = Layout(tp=2), Layout(tp=4)
@@ -77,9 +78,20 @@ def test_a_saved_checkpoint_has_the_true_vocabulary(workers: Workers, tmp_path: 
 
 
 REFUSED = [
-    ("Qwen3-4B", 3, {}, "tp=3 does not divide"),
-    ("Qwen2.5-3B", 3, {"num_attention_heads": 6, "hidden_size": 96, "num_key_value_heads": 2}, "tp"),
-]
+    ("query heads", "Qwen3-4B", {}, 3, "model.layers.0.self_attn.q_proj: tp=3 does not divide 16 query heads"),
+    ("FFN width", "Llama-3.2-1B", {"intermediate_size": 129}, 2, "mlp.gate_proj: tp=2 does not divide 129"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "preset", "fields", "tp", "problem"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_a_size_that_tp_does_not_divide_is_refused(
+    name: str, preset: str, fields: dict[str, Any], tp: int, problem: str
+) -> None:
+    """CAI 116, 3043: module, size, tp, and the tp that are valid."""
+    with pytest.raises(ShardcError) as error:
+        compile_plan(small(preset, TP2, **fields), tp=tp)
+    assert problem in error.value.problem
+    assert "valid: 1" in error.value.problem
 
 
 # -- losses over the whole batch ---------------------------------------------------------------------------------------
@@ -104,3 +116,40 @@ def test_the_loss_is_the_mean_over_the_global_batch(
 ) -> None:
     """No division by a wrong count (CAI, TT)."""
     check(workers, tmp_path, "Llama-3.2-1B", layout, change=change)
+
+
+def test_a_token_whose_loss_is_exactly_0_counts(workers: Workers, tmp_path: Path) -> None:
+    """Its gradient is 0 and it still divides the sum (TT)."""
+    layout = Layout(tp=2, dp=2)
+    trial = prepare(small("Qwen3-8B", layout, num_hidden_layers=1), tmp_path, layout, adjust=_sure_of_itself)
+    batch = trial.batch(rows=4)
+    with torch.no_grad():
+        logits = trial.model(input_ids=batch["input_ids"]).logits
+    batch["labels"][:, 5:] = logits.argmax(-1)[:, 4:-1]
+    losses = torch.nn.functional.cross_entropy(
+        logits[:, 4:-1].flatten(0, 1), batch["labels"][:, 5:].flatten(), reduction="none"
+    )
+    assert (losses == 0).any()
+    compare(workers, trial, [batch]).assert_exact()
+
+
+def _sure_of_itself(model: torch.nn.Module) -> None:
+    """A head whose first choice is far above the others."""
+    model.lm_head.weight *= 60
+
+
+# -- logits ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, pp=2), Layout(pp=2)], ids=str)
+def test_logits_read_on_rank_0_alone_do_not_hang(layout: Layout, workers: Workers, tmp_path: Path) -> None:
+    """DESIGN 4.1: gathered inside the call under no_grad; refused in training, without a collective."""
+    trial = prepare(small("gpt2", layout, num_hidden_layers=2), tmp_path, layout)
+    batch = trial.batch(rows=3, padding="left")
+    trial.write_batches([batch])
+    found = workers.run(layout.ranks, f"{RANKS}:read_logits_on_rank_0", tmp_path)
+    assert len({each["loss"] for each in found}) == 1
+    assert found[0]["printed"].startswith("Output(loss=")
+    assert found[0]["in training"].startswith("logits are not gathered while gradients are on")
+    with torch.no_grad():
+        expected = trial.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    logits = load_file(tmp_path / "logits.safetensors")["logits"]
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
