@@ -16,15 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-import shardc
 import torch
 import torch.distributed as dist
+from torch import nn
+
+import shardc
 from shardc.models import parse_set, resolve
 from shardc.plan import write_plan
 from shardc.runtime import Mesh
 from shardc.runtime.plan import Plan
 from shardc.runtime.weights import SeedWeights
-from torch import nn
 
 LAYOUTS = {"tp2": {"tp": 2}, "tp2-sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}}
 

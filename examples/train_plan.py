@@ -6,8 +6,9 @@ import pydoc_data.topics
 import time
 from pathlib import Path
 
-import shardc
 import torch
+
+import shardc
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("plan", help="folder that `shardc compile` wrote")

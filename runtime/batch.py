@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from shardc.runtime.collectives import reduce_ranks
 from shardc.runtime.errors import ShardcError
 from shardc.runtime.mesh import Mesh
 from shardc.runtime.spec import PlanSpec
-from torch import Tensor
 
 # What an added position holds: a label that is ignored, and for ids, masks and positions a zero that nothing sees.
 _LABEL_PADDING = -100

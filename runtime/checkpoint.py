@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor
+
 from shardc.runtime.mesh import Mesh
 from shardc.runtime.schedule import Schedule
 from shardc.runtime.shard_map import unshard_tensor
 from shardc.runtime.spec import ParameterSpec, PlanSpec
 from shardc.runtime.weights import INDEX_FILE, SINGLE_FILE
-from torch import Tensor
 
 CONFIG_FILE = "config.json"
 

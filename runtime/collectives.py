@@ -16,10 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from shardc.runtime.mesh import MeshAxis
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from shardc.runtime.mesh import MeshAxis
 
 
 def one_call(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
 from shardc.runtime.mesh import Mesh
 from shardc.runtime.schedule import Schedule
 from shardc.runtime.spec import ParameterSpec, PlanSpec
-from torch import Tensor, nn
 
 BUCKET_BYTES = 25 * 2**20  # long enough to hide the latency of an all-reduce, short against a model
 

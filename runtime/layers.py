@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from shardc.runtime.collectives import all_reduce, one_call, reduce_ranks, reduce_scatter, sum_ranks
-from shardc.runtime.mesh import MeshAxis
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+
+from shardc.runtime.collectives import all_reduce, one_call, reduce_ranks, reduce_scatter, sum_ranks
+from shardc.runtime.mesh import MeshAxis
 
 
 @one_call

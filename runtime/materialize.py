@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import Tensor, nn
+
 from shardc.runtime.errors import ShardcError
 from shardc.runtime.mesh import MeshAxis
 from shardc.runtime.spec import ParameterSpec, PlanSpec
 from shardc.runtime.weights import FolderWeights, SeedWeights
-from torch import Tensor, nn
 
 CONSTANTS_FILE = "constants.safetensors"
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
 from shardc.runtime import rng
 from shardc.runtime.errors import ShardcError
-from torch.distributed.device_mesh import init_device_mesh
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
 from shardc.runtime import checkpoint, gradients
 from shardc.runtime.batch import Batch, check_same_batch, prepare_batch
 from shardc.runtime.collectives import all_gather_invariant, all_reduce
 from shardc.runtime.errors import ShardcError
 from shardc.runtime.pipeline import Pipeline, stage_inputs
 from shardc.runtime.spec import PlanSpec
-from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 
 class Output:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
 from shardc.runtime.batch import Batch
 from shardc.runtime.mesh import Mesh
 from shardc.runtime.schedule import Action, Kind, Schedule
 from shardc.runtime.spec import StageSpec, TensorSpec
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 @dataclass(frozen=True, slots=True)

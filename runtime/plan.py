@@ -13,6 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
+
 from shardc.runtime.errors import ShardcError
 from shardc.runtime.gradients import tie_groups
 from shardc.runtime.materialize import CONSTANTS_FILE, materialize
@@ -22,7 +24,6 @@ from shardc.runtime.pipeline import Pipeline, open_links
 from shardc.runtime.schedule import Schedule
 from shardc.runtime.spec import PlanSpec, parse_plan, with_dtype
 from shardc.runtime.weights import FolderWeights, SeedWeights
-from torch import nn
 
 SOURCE_FILE = "model.py"
 

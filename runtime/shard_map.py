@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from shardc.runtime.mesh import MeshAxis
 from torch import Tensor
+
+from shardc.runtime.mesh import MeshAxis
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+
 from shardc.runtime.errors import ShardcError
 from shardc.runtime.shard_map import ShardMap
 

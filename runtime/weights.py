@@ -10,11 +10,12 @@ from typing import Protocol
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
+
 from shardc.runtime.errors import ShardcError
 from shardc.runtime.mesh import MeshAxis
 from shardc.runtime.shard_map import shard_tensor
 from shardc.runtime.spec import ParameterSpec
-from torch import Tensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -1,11 +1,11 @@
 """An edited file is proved again or refused, by the line of the first operation that differs."""
 
 import pytest
-from shardc.runtime.mesh import MeshAxis
 
 from shardc.emit import emit
 from shardc.emit.compare import compare
 from shardc.errors import ShardcError
+from shardc.runtime.mesh import MeshAxis
 from tests.emit.tiny import FAMILIES, captured, load
 
 EDITS = {

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-from shardc.runtime.mesh import MeshAxis
 
 from shardc.emit import emit
+from shardc.runtime.mesh import MeshAxis
 from tests.emit.tiny import FAMILIES, batches, build, captured, labels_for, load, reference
 
 ONE = MeshAxis("tp", 1, 0)

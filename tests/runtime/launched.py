@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from shardc.runtime import launch_from_torch
 
+from shardc.runtime import launch_from_torch
 from tests.runtime import test_collectives, test_layers, test_rng, test_training
 
 CALLS = [(4, 8, "none"), (3, 9, "left")]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from shardc.runtime import ShardcError, load_plan
 from shardc.runtime.batch import prepare_batch
 from shardc.runtime.spec import PlanSpec
-
 from tests.runtime import toy
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+
 from shardc.runtime import Mesh, checkpoint, load_plan
 from shardc.runtime.spec import ParameterSpec, PlanSpec
-
 from tests.runtime import toy
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from shardc.runtime import MeshAxis
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardc import runtime
+from shardc.runtime import MeshAxis
 from tests.workers import Workers
 
 DTYPE = torch.float64

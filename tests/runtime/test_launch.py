@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from shardc.runtime import launch_from_torch
 
+from shardc.runtime import launch_from_torch
 from tests.runtime import toy
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from shardc.runtime import MeshAxis
 from torch import Tensor, nn
 
 from shardc import runtime
+from shardc.runtime import MeshAxis
 from tests.runtime.test_collectives import Recorder, random, world_axis
 from tests.workers import Workers
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shardc.runtime import Mesh, MeshAxis, ShardcError, all_reduce
 
+from shardc.runtime import Mesh, MeshAxis, ShardcError, all_reduce
 from tests.workers import Workers
 
 HERE = "tests.runtime.test_mesh"

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from shardc.runtime import MeshAxis, ShardcError, load_plan
 from shardc.runtime.schedule import Action, Schedule
 from shardc.runtime.spec import ParameterSpec
 from shardc.runtime.weights import FolderWeights
-
 from tests.runtime import toy
 from tests.workers import Workers
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from shardc.runtime import Mesh, MeshAxis, rng, sharded_rng
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from shardc.runtime import Mesh, MeshAxis, rng, sharded_rng
 from tests.workers import Workers
 
 HERE = "tests.runtime.test_rng"

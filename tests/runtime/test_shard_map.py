@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from shardc.runtime import MeshAxis, ShardMap, shard_tensor, unshard_tensor
 
 SUB_AXES = {2: None, 3: None, 4: {"kv": 2, "replica": 2}, 6: {"kv": 2, "replica": 3}}

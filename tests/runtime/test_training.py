@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from shardc.runtime import PlanModule, ShardcError, load_plan
 from torch import Tensor
 
+from shardc.runtime import PlanModule, ShardcError, load_plan
 from tests.runtime import toy
 from tests.workers import Workers
 

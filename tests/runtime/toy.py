@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from shardc.runtime import MeshAxis
 from shardc.runtime.plan import Plan
 from shardc.runtime.weights import SeedWeights
-from torch import Tensor, nn
 
 VOCAB, DIM, INNER, KV, BLOCKS = 101, 6, 12, 2, 4
 
