@@ -14,7 +14,7 @@ from shardc.capture.blocks import find_equal_blocks
 from shardc.capture.branches import Point, turning_points
 from shardc.capture.buffers import ConstructionLog, buffer_values
 from shardc.capture.fit import Fitted, Probe, build_graph, first_difference, fit_traces
-from shardc.capture.graph import ModelGraph, Parameter, Value, repeat_block
+from shardc.capture.graph import ModelGraph, Parameter, Repeat, Value, repeat_block
 from shardc.capture.loss import normalise_loss
 from shardc.capture.memo import Signature
 from shardc.capture.model_index import ModelIndex, argument_names
@@ -173,21 +173,27 @@ class _Model:
     def graph(self, fitted: Fitted) -> ModelGraph:
         graph, inputs, outputs = build_graph(fitted)
         blocks = {path: [path] for path in fitted.blocks}
+        repeats: list[Repeat] = []
         used: list[Parameter] = []
         for node in graph.nodes:
             if node.target is repeat_block:
+                repeats.append(node.args[0])
                 blocks[node.args[0].representative].append(node.args[0].instance)
             if node.op == "get_attr":
                 parameter = self.parameters[node.target]
                 node.meta["value"] = Value(parameter.shape, parameter.dtype, parameter.requires_grad)
                 used.append(parameter)
         classes = {path: type(module) for path, module in self.first.modules.items()}
-        model = ModelGraph(graph, inputs, outputs, dict(self.parameters), self._constants(used), blocks, classes)
+        model = ModelGraph(
+            graph, inputs, outputs, dict(self.parameters), self._constants(used, repeats), blocks, classes
+        )
         normalise_loss(model)
         return model
 
-    def _constants(self, used: list[Parameter]) -> dict[str, torch.Tensor]:
+    def _constants(self, used: list[Parameter], repeats: list[Repeat]) -> dict[str, torch.Tensor]:
+        """Values of the buffers that the graph reads, also in the repeats of its blocks."""
         names = [parameter.name for parameter in used if parameter.is_buffer]
+        names = list(dict.fromkeys([*names, *(repeat.rename(name) for name in names for repeat in repeats)]))
         missing = [name for name in names if name not in self.constants]
         if missing:
             built = self.built[torch.float32]

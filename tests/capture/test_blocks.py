@@ -93,6 +93,23 @@ def test_blocks_that_differ_are_not_folded(blocks: Callable[[], list[nn.Module]]
     assert captured.plain.blocks == {"layers.0": ["layers.0", "layers.2"], "layers.1": ["layers.1"]}
 
 
+class Tabled(Block):
+    """Has a buffer that no checkpoint holds, of another value in each block."""
+
+    def __init__(self, first: float) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(first, first + 8), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden * self.table.to(hidden.dtype))
+
+
+def test_each_repeat_has_its_own_constants() -> None:
+    captured = exact(lambda: Stack([Tabled(0.0), Tabled(1.0), Tabled(2.0)]))
+    assert captured.plain.blocks == {"layers.0": ["layers.0", "layers.1", "layers.2"]}
+    assert [table[0].item() for table in captured.plain.constants.values()] == [0.0, 1.0, 2.0]
+
+
 def test_gemma_3_folds_each_kind_of_layer() -> None:
     config = copy.deepcopy(families.config("gemma3"))
     config.num_hidden_layers = 6
