@@ -15,6 +15,7 @@ from shardc.capture.branches import Point, turning_points
 from shardc.capture.buffers import ConstructionLog, buffer_values
 from shardc.capture.fit import Fitted, Probe, build_graph, first_difference, fit_traces
 from shardc.capture.graph import ModelGraph, Parameter, Repeat, Value, repeat_block
+from shardc.capture.kept import check_kept
 from shardc.capture.loss import normalise_loss
 from shardc.capture.memo import Signature
 from shardc.capture.model_index import ModelIndex, argument_names
@@ -22,7 +23,7 @@ from shardc.capture.parameters import model_parameters
 from shardc.capture.patches import collection_paused, default_dtype
 from shardc.capture.rows import Trace
 from shardc.capture.symbols import MODEL_DTYPE, B, Dim, DType, S
-from shardc.capture.trace import check_kept, record
+from shardc.capture.trace import record
 from shardc.capture.variants import PROBES, SMALLEST_WINDOW, Variant, default_variants, probes_for
 from shardc.errors import ShardcError
 

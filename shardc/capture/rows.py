@@ -55,7 +55,6 @@ class Trace:
     rows: list[Row] = field(default_factory=list)
     outputs: dict[str, Row] = field(default_factory=dict)
     blocks: list[BlockCall] = field(default_factory=list)
-    guards: list[tuple[frozenset[str], Source | None]] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     size_reads: list[SizeRead] = field(default_factory=list)
     kept: dict[str, Any] = field(default_factory=dict)  # what forward kept on its modules: dotted name -> value

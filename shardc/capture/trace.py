@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardc.capture.graph import Call, Repeat, block_input, block_output, op_name, repeat_block
 from shardc.capture.host_reads import HOST_READS, evaluate, is_guard, origins
+from shardc.capture.kept import keeps_state
 from shardc.capture.memo import Concrete, Made, NotPlain, Signature, Slot, flatten
 from shardc.capture.model_index import ModelIndex, argument_names
 from shardc.capture.patches import custom_autograd_refused, module_calls_through
@@ -267,7 +268,6 @@ class _Recorder(TorchFunctionMode):
                 "only `all tokens kept` of attention_mask and `no restart` of position_ids can be guards; "
                 "pass this input as a Python value",
             )
-        self.trace.guards.append((inputs, source))
         return answer
 
     def kept_value(self, name: str, value: Any) -> Any:
@@ -281,7 +281,7 @@ class _Recorder(TorchFunctionMode):
             return None
         sources = origins(row)
         if any(r.op != "call_function" for r in sources):
-            raise _keeps(name)
+            raise keeps_state(name)
         return evaluate(self.trace.rows, sources, row)[0]
 
     # -- module calls ----------------------------------------------------------------------------------------------
@@ -367,27 +367,6 @@ class _Output:
 @functools.cache
 def _getitem(i: int) -> Signature:
     return Signature(operator.getitem, (Slot(0), i), {})
-
-
-def _keeps(name: str) -> ShardcError:
-    return ShardcError(
-        f"{name.rpartition('.')[0] or 'the model'}: keeps {name.rpartition('.')[2]!r} from one batch to the next",
-        "compute it in forward, or keep it out of the model",
-    )
-
-
-def check_kept(traces: Sequence[Trace]) -> None:
-    """Raise ShardcError where forward keeps something that differs from run to run: calls would depend on calls."""
-    for name in {name: None for trace in traces for name in trace.kept}:
-        first, *others = (trace.kept.get(name) for trace in traces)
-        if any(not _equal(first, other) for other in others):
-            raise _keeps(name)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and (one is other or not isinstance(one, (int, float)) or one == other)
 
 
 def _named_outputs(out: Any, model: nn.Module) -> dict[str, torch.Tensor]:
