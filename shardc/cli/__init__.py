@@ -1,1 +1,1 @@
-"""TODO"""
+"""The command line: one file a command."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import fx, nn
@@ -11,6 +10,7 @@ from torch import fx, nn
 from shardc.capture import Variant
 from shardc.capture.fit import Probe
 from shardc.capture.graph import ModelGraph, Value, op_name
+from shardc.capture.patches import default_dtype
 from shardc.emit.canonical import Canonical, Canonicaliser, Numbers, canonical_name, concrete, from_graph
 from shardc.emit.retrace import Retrace, retrace
 from shardc.errors import ShardcError
@@ -32,7 +32,7 @@ def compare(
     """
     sizes = {"tp": 1, **(axis_sizes or {})}
     for training, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        with _default_dtype(dtype), torch.device("meta"):
+        with default_dtype(dtype), torch.device("meta"):
             module = make_stage()
         module.train(training)
         for variant, graph in stage.items():
@@ -53,16 +53,6 @@ def _probe(variant: Variant, training: bool, dtype: torch.dtype, window: int | N
     return Probe(3 if training else 2, seq, dtype, training)
 
 
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def _run(module: nn.Module, graph: ModelGraph, variant: Variant, probe: Probe, sizes: dict[str, int]) -> Retrace:
     inputs = {}
     for name, node in graph.inputs.items():
@@ -72,7 +62,7 @@ def _run(module: nn.Module, graph: ModelGraph, variant: Variant, probe: Probe, s
         inputs[name] = torch.empty(shape, dtype=dtype, device="meta").requires_grad_(value.requires_grad)
     names = ("loss", "logits") if "logits" in graph.outputs else tuple(graph.outputs)
     try:
-        with _default_dtype(probe.dtype):
+        with default_dtype(probe.dtype):
             return retrace(module, inputs, names, packed=variant.packed)
     except Exception as error:
         raise ShardcError(

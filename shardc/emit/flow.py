@@ -175,30 +175,22 @@ def _is_broadcast_anyway(node: fx.Node, value_of: ValueOf) -> bool:
     changed = [d for d, (a, b) in enumerate(zip(before.shape, after.shape, strict=True)) if a != b]
     if any(d >= len(after.shape) - 2 for d in changed):
         return False
+    return _feeds_only_products(node, changed, value_of)
+
+
+def _feeds_only_products(node: fx.Node, changed: list[int], value_of: ValueOf) -> bool:
+    """Whether all that reads a value, also through casts that change nothing, is a matmul that repeats `changed`."""
     for user in node.users:
-        value = value_of(user) if user.op == "call_function" else None
-        if value is None:
+        if user.op != "call_function":
             return False
-        if op_name(user.target) in ("to", "float") and value.shape == after.shape and value.dtype == after.dtype:
-            if not _is_broadcast_anyway_through(user, node, value_of):
+        name, before, after = op_name(user.target), value_of(node), value_of(user)
+        is_cast = name in ("to", "float") and after is not None
+        if is_cast and (after.shape, after.dtype) == (before.shape, before.dtype):
+            if not _feeds_only_products(user, changed, value_of):
                 return False
-        elif op_name(user.target) != "matmul" or not _matmul_repeats(user, node, changed, value_of):
+        elif name != "matmul" or not _matmul_repeats(user, node, changed, value_of):
             return False
     return True
-
-
-def _is_broadcast_anyway_through(cast: fx.Node, expand: fx.Node, value_of: ValueOf) -> bool:
-    """The same question about what reads a cast that changes nothing."""
-    before, after = value_of(expand.args[0]), value_of(expand)
-    changed = [d for d, (a, b) in enumerate(zip(before.shape, after.shape, strict=True)) if a != b]
-    return all(
-        _is_broadcast_anyway_through(user, expand, value_of)
-        if user.op == "call_function" and op_name(user.target) in ("to", "float") and value_of(user) == value_of(cast)
-        else user.op == "call_function"
-        and op_name(user.target) == "matmul"
-        and _matmul_repeats(user, cast, changed, value_of)
-        for user in cast.users
-    )
 
 
 def _matmul_repeats(matmul: fx.Node, operand: fx.Node, changed: list[int], value_of: ValueOf) -> bool:

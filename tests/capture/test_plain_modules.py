@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from shardc.capture import Input, capture
 from shardc.capture.capture import TOKENS
+from shardc.capture.patches import default_dtype
 from shardc.capture.symbols import MODEL_DTYPE, B, S
 from shardc.errors import ShardcError
 from tests.capture import families
 from tests.capture.plain import VOCAB, Tiny, next_token_loss, tiny_batch, with_body
-from tests.capture.replay import assert_bit_equal, default_dtype, perturb, run_graph, run_model
+from tests.capture.replay import assert_bit_equal, perturb, run_graph, run_model
 
 EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {}
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {}

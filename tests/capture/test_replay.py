@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from shardc.capture import CapturedModel, Variant
+from shardc.capture.patches import default_dtype
 from tests.capture import families
-from tests.capture.replay import assert_bit_equal, default_dtype, perturb, run_graph, run_model
+from tests.capture.replay import assert_bit_equal, perturb, run_graph, run_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MODES = ((False, True), (True, False))  # (left padding, training): two runs cover both of each

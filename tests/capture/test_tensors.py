@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from shardc.capture import capture
+from shardc.capture.patches import default_dtype
 from shardc.capture.symbols import MODEL_DTYPE
 from shardc.models import source_from_config
 from tests.capture import families
 from tests.capture.plain import Tiny, with_body
-from tests.capture.replay import default_dtype
 
 
 @pytest.mark.parametrize("family", families.PRESETS)
