@@ -66,15 +66,14 @@ def capture(
     window: int | None = None,
     variants: tuple[Variant, ...] | None = None,
     options: dict[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
 ) -> CapturedModel:
     """Capture the model that `make()` builds under the current default dtype and device.
 
     inputs: the batch of the plain variant, default input_ids and labels; `attention_mask` and `position_ids` are added
     by the variants that have them. window: the attention window of the config; one that is not given is found where it
     lies above the probed lengths. variants: default, all that the window and forward's arguments allow. options: plain
-    keyword arguments of forward. dtype: no longer read; constants are kept in float32 where their dtype
-    follows the model's, so that a plan in any dtype rounds them once.
+    keyword arguments of forward. Constants are kept in float32 where their dtype follows the model's, so that a plan in
+    any dtype rounds them once.
     Raises ShardcError where the computation cannot be described for every batch.
     """
     model = _Model(make, inputs or {"input_ids": TOKENS, "labels": TOKENS}, options)

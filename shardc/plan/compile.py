@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from shardc.capture import CapturedModel, ModelGraph, Variant, capture, window_of
 from shardc.emit import emit
 from shardc.errors import ShardcError
@@ -104,7 +102,7 @@ def compile_plan(
     run("schedule", check_schedule, actions)
     source = model if isinstance(model, ModelSource) else run("resolve", resolve, model, overrides, settings.dtype)
     chosen = run("policy", choose_policy, source, policy, tp)
-    captured = run("capture", _capture, source, settings.dtype)
+    captured = run("capture", _capture, source)
     roles, blocks = run("match", match_policy, chosen, captured.plain)
     costs = run("balance", measure_costs, captured.plain, blocks)
     cuts = run("balance", _choose_cuts, chosen, costs, pp)
@@ -166,8 +164,8 @@ def match_policy(policy: Policy, model: ModelGraph) -> tuple[dict[str, Rule], li
     return match(policy, names, blocks), blocks
 
 
-def _capture(source: ModelSource, dtype: str) -> CapturedModel:
-    return capture(source.make, window=window_of(source.config), dtype=getattr(torch, dtype))
+def _capture(source: ModelSource) -> CapturedModel:
+    return capture(source.make, window=window_of(source.config))
 
 
 def _choose_cuts(policy: Policy, costs: Costs, pp: int) -> list[int]:

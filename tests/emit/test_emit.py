@@ -52,7 +52,7 @@ def test_equal_in_bfloat16_too(name, tmp_path):
     """A dtype that is read off a name which was bound anew is wrong in bf16 only (PITFALLS 10)."""
     module = load(emitted(name), tmp_path)
     original = reference(name, torch.bfloat16).eval()
-    constants = captured(name, torch.bfloat16).plain.constants
+    constants = captured(name).plain.constants
     stage = build(lambda: module.STAGES[0](ONE), original, constants, torch.bfloat16).eval()
     for kind, batch in batches(30).items():
         packed = batch.pop("packed", False)

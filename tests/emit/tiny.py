@@ -65,8 +65,8 @@ def maker(name: str, **fields: Any) -> Callable[[], nn.Module]:
 
 
 @functools.cache
-def captured(name: str, dtype: torch.dtype = torch.float32) -> CapturedModel:
-    return capture(maker(name), window=FAMILIES[name].window, dtype=dtype)
+def captured(name: str) -> CapturedModel:
+    return capture(maker(name), window=FAMILIES[name].window)
 
 
 def load(text: str, folder: Path) -> types.ModuleType:

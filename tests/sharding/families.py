@@ -74,7 +74,7 @@ class Model:
     window: int | None = None
 
     def capture(self, *variants: Variant) -> CapturedModel:
-        return capture(self.make, window=self.window, variants=variants or None, dtype=torch.float32)
+        return capture(self.make, window=self.window, variants=variants or None)
 
 
 def family_model(family: str, **sizes: Any) -> Model:
