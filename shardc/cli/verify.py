@@ -27,12 +27,16 @@ def verify_command(
     microbatches: options.Microbatches = None,
     policy: options.Policy = None,
     sets: options.Sets = None,
+    keep: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Keep the small plan that ran in this folder.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Run one training step on dp * pp * tp CPU processes and compare it with plain transformers; exit 1 if unequal.
 
     The model is made small (its kind of layers, heads per KV head, ties and biases stay) and computes in float32. The
-    loss and the gradient of every parameter must be equal up to rounding.
+    model.py of DIR is what runs, hand edits included, with its sizes exchanged for the small ones. The loss and the
+    gradient of every parameter must be equal up to rounding.
     """
     if (folder is None) == (model is None):
         raise typer.BadParameter("give a plan folder or --model, one of them; for example: shardc verify plans/x")
@@ -51,6 +55,7 @@ def verify_command(
             microbatches=microbatches,
             policy=policy,
             overrides=parse_set(sets or []),
+            keep=keep,
             progress=progress,
         )
     if json:
@@ -63,10 +68,11 @@ def verify_command(
 
 def _print(result: VerifyResult) -> None:
     layout = ", ".join(f"{name} {value}" for name, value in result.settings.items())
-    stdout.print(f"run with {layout}")
+    stdout.print(f"ran {result.ran}", markup=False)
     if result.config:
         fields = {key: value for key, value in result.config.items() if isinstance(value, (int, float, str))}
         stdout.print(f"config: {', '.join(f'{key}={value}' for key, value in fields.items())}", markup=False)
+    stdout.print(f"layout: {layout}")
     numbers = ("plan", "reference", "error / bound")
     table = new_table("", *numbers, right=numbers)
     table.add_row("loss", f"{result.loss:.7f}", f"{result.loss_ref:.7f}", f"{result.loss_error / 1e-5:.3f}")

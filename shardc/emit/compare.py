@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 
 import torch
@@ -66,8 +67,15 @@ def _run(module: nn.Module, graph: ModelGraph, variant: Variant, probe: Probe, s
             return retrace(module, inputs, names, packed=variant.packed)
     except Exception as error:
         raise ShardcError(
-            f"model.py: {type(module).__name__} fails on a {variant.name} batch: {error}", _ADVICE
+            f"{_raised_at(module, error)}: {type(module).__name__} fails on a {variant.name} batch: {error}", _ADVICE
         ) from error
+
+
+def _raised_at(module: nn.Module, error: Exception) -> str:
+    """`model.py:93`: the innermost line of the module's own file that led to an error."""
+    file = type(module).forward.__code__.co_filename
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    return f"model.py:{lines[-1]}" if lines else "model.py"
 
 
 _ADVICE = "undo the edit, or compile the plan again"

@@ -12,7 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from shardc.errors import ShardcError
 from shardc.models import ModelSource, reduced_config, resolve, source_from_config
 from shardc.plan.check import check_folder
-from shardc.plan.compile import choose_policy, compile_plan
-from shardc.plan.folder import CONFIG, PLAN, read_folder, write_plan
+from shardc.plan.compile import CompiledPlan, choose_policy, compile_plan
+from shardc.plan.folder import PLAN, read_folder, write_plan
 from shardc.plan.refuted import Refuted
-from shardc.policy import AUTO, Policy, Rule
+from shardc.plan.small import compile_small, is_function, small_plan
+from shardc.policy import AUTO, Policy
 
 RELATIVE = 1e-5  # a gradient's error, against the largest element of its reference
 FLOOR = 1e-3  # of the model's largest gradient: a gradient smaller than this is held to this scale
@@ -53,7 +54,9 @@ class GradientError:
 
 @dataclass(slots=True)
 class VerifyResult:
-    """`ok` where loss and every gradient are exact (DESIGN section 6); gradients are sorted, the worst first."""
+    """`ok` where loss and every gradient are exact (DESIGN section 6); gradients are sorted, the worst first.
+
+    ran: what the ranks executed. edited: the lines of the folder's model.py that were not written by a compile."""
 
     loss: float
     loss_ref: float
@@ -63,6 +66,8 @@ class VerifyResult:
     gradients: list[GradientError]
     settings: dict[str, Any]
     config: dict[str, Any]
+    ran: str
+    edited: list[int]
     seconds: float = 0.0
 
     @property
@@ -85,16 +90,20 @@ class VerifyResult:
             "grad_norm_ref": self.grad_norm_ref,
             "settings": self.settings,
             "config": self.config,
+            "ran": self.ran,
+            "edited_lines": self.edited,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What is verified: a small model, its policy and layout."""
+    """What is verified: a small model, its plan, where that comes from. prove: the plan's source is an edited one."""
 
     source: ModelSource
-    policy: Policy
-    options: dict[str, Any]  # of compile_plan
+    plan: CompiledPlan
+    ran: str
+    edited: list[int] = field(default_factory=list)
+    prove: Callable[[Path], None] | None = None
 
 
 def verify(
@@ -109,13 +118,15 @@ def verify(
     microbatches: int | None = None,
     policy: str | Policy | None = None,
     overrides: dict[str, Any] | None = None,
+    keep: str | Path | None = None,
     progress: Progress | None = None,
 ) -> VerifyResult:
     """Train one step of a plan on dp * pp * tp CPU ranks and compare with the model in one process.
 
-    target: a plan folder, whose layout is then used, or a model as `compile_plan` takes it. The model is reduced
-    (`reduced_config`) and computes in float32, dropout off. padding: which side of the rows holds padding. The labels
-    of each row are ignored up to another point. Raises ShardcError where the plan is refused, or a rank fails.
+    target: a plan folder, whose layout and source are then used, or a model as `compile_plan` takes it. The model is
+    made small and computes in float32, dropout off. padding: which side of the rows holds padding. The labels of each
+    row are ignored up to another point. keep: a folder that gets the plan that ran. Raises ShardcError where the plan
+    is refused, or cannot be made small, or a rank fails.
     """
     start = time.perf_counter()
     if padding not in PADDINGS:
@@ -127,7 +138,9 @@ def verify(
     if not callable(target) and (Path(target) / PLAN).is_file():
         task = _of_folder(Path(target), note)
     else:
-        task = _of_model(target, policy, overrides, options)
+        task = _of_model(target, policy, overrides, options, note)
+    if keep is not None:
+        write_plan(task.plan, keep)
     with tempfile.TemporaryDirectory(prefix="shardc-verify-") as name:
         result = _run(task, Path(name), dp, padding, note)
     result.seconds = time.perf_counter() - start
@@ -135,57 +148,42 @@ def verify(
 
 
 def _of_folder(folder: Path, note: Progress) -> _Task:
-    """The task of a plan: proved first, then its model reduced, with its policy and layout."""
+    """The task of a plan: proved first, then its model and its model.py made small, with its policy and layout."""
     certificate = check_folder(folder, note)
     if certificate.findings:
         raise Refuted(certificate, f"nothing was run; see shardc check {folder}")
-    plan = read_folder(folder)
-    mesh = plan.data["mesh"]
-    options = {
-        "tp": mesh["tp"],
-        "pp": mesh["pp"],
-        "sp": mesh["sequence_parallel"],
-        "schedule": plan.schedule.name,
-        "microbatches": plan.schedule.num_microbatches,
-    }
-    name = plan.data["model"]["name"]
-    source = resolve(name if ".py:" in name else str(folder / CONFIG))
-    return _Task(_reduced(source, options), _policy(plan.data["policy"]), options)
+    small = small_plan(read_folder(folder), note)
+    return _Task(small.plan.source, small.plan, small.says, small.edited, small.prove)
 
 
-def _policy(data: dict[str, Any]) -> Policy:
-    """The policy that plan.json holds."""
-    rules = tuple(Rule(row["pattern"], row["role"], row["optional"], data["file"], 0) for row in data["rules"])
-    return Policy(tuple(data["models"]), rules, data["pipeline"]["blocks"], AUTO, data["file"])
-
-
-def _of_model(target: Any, policy: str | Policy | None, overrides: dict | None, options: dict[str, Any]) -> _Task:
+def _of_model(
+    target: Any, policy: str | Policy | None, overrides: dict | None, options: dict[str, Any], note: Progress
+) -> _Task:
     source = resolve(target if callable(target) else str(target), overrides)
-    return _Task(_reduced(source, options), choose_policy(source, policy, options["tp"]), options)
-
-
-def _reduced(source: ModelSource, options: dict[str, Any]) -> ModelSource:
-    """The same architecture, small; a plain nn.Module stays as it is."""
-    if source.config is None:
-        return source
-    return source_from_config(reduced_config(source.config, options["pp"], options["tp"]), source.name)
+    policy = replace(choose_policy(source, policy, options["tp"]), cuts=AUTO)  # the small one has other blocks
+    if callable(target) or is_function(str(target)):
+        large = compile_plan(source, policy=policy, progress=note, **options)
+        plan = compile_small(large, True, note)
+    else:
+        config = reduced_config(source.config, options["pp"], options["tp"])
+        small = source_from_config(config, source.name)
+        plan = compile_plan(small, policy=policy, dtype="float32", progress=note, **options)
+    sizes = "at its own sizes" if plan.source is source else "with the sizes of the config below"
+    return _Task(plan.source, plan, f"the plan that `shardc compile` makes of {source.name} {sizes}")
 
 
 def _run(task: _Task, folder: Path, dp: int, padding: str, note: Progress) -> VerifyResult:
-    plan = compile_plan(
-        task.source,
-        policy=replace(task.policy, cuts=AUTO),  # the small model has another number of blocks
-        dtype="float32",
-        progress=note,
-        **task.options,
-    )
+    plan = task.plan
     write_plan(plan, folder / "plan")
+    if task.prove:
+        note("prove the edited source")
+        task.prove(folder / "plan")
     note("reference")
     model = perturbed_model(task.source)
     (folder / "weights").mkdir()
     parameters = {name: p.detach().contiguous() for name, p in model.named_parameters()}
     save_file(parameters, folder / "weights" / "model.safetensors")
-    microbatches = plan.settings.microbatches
+    microbatches = plan.schedule.num_microbatches
     batch = make_batch(model, rows=dp * (2 * microbatches + 1), vocabulary=vocabulary_of(task.source), padding=padding)
     save_file(batch, folder / "batch.safetensors")
     loss_ref, gradients_ref = reference_step(model, batch)
@@ -202,9 +200,22 @@ def _run(task: _Task, folder: Path, dp: int, padding: str, note: Progress) -> Ve
         grad_norm=losses[0]["grad_norm"],
         grad_norm_ref=norm_ref,
         gradients=compare_gradients(gradients, gradients_ref),
-        settings={**task.options, "microbatches": microbatches, "dp": dp, "padding": padding},
+        settings=_layout(plan) | {"dp": dp, "padding": padding},
         config=_config(task.source),
+        ran=task.ran,
+        edited=task.edited,
     )
+
+
+def _layout(plan: CompiledPlan) -> dict[str, Any]:
+    settings, schedule = plan.settings, plan.schedule
+    return {
+        "tp": settings.tp,
+        "pp": settings.pp,
+        "sp": settings.sp,
+        "schedule": schedule.name,
+        "microbatches": schedule.num_microbatches,
+    }
 
 
 def relative_error(value: float, reference: float) -> float:

@@ -120,6 +120,17 @@ def test_help_is_fast_and_names_the_commands() -> None:
         assert command in done.stdout
 
 
+def test_verify_says_what_ran(compiled) -> None:
+    folder, _ = compiled
+    done = shardc("verify", str(folder))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"ran {folder}/model.py with the sizes of the config below"
+    assert "num_hidden_layers=3" in lines[1]
+    assert lines[2] == "layout: tp 2, pp 2, sp False, schedule 1f1b, microbatches 4, dp 1, padding none"
+    assert lines[-1].startswith("exact: loss and ")
+
+
 def test_verify_without_a_target_and_a_wrong_flag_print_usage() -> None:
     for arguments in (("verify",), ("compile", "--modle", "x"), ("check", "a", "--model", "b")):
         done = shardc(*arguments)
