@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from shardc.errors import ShardcError
-from shardc.models import resolve
+from shardc.models import reduced_config, resolve, source_from_config
 from shardc.plan import Refuted, check_folder, verify
 from shardc.plan.small import small_config
-from shardc.plan.verification import compare_gradients
+from shardc.plan.verification import compare_gradients, make_batch, perturbed_model, reference_step
 from tests.plan.conftest import SMALL
 
 
@@ -36,6 +36,17 @@ def test_the_worst_parameter_comes_first_and_a_nan_is_the_worst() -> None:
     reference = {name: torch.ones(2) for name in "abc"}
     found = {"a": torch.ones(2), "b": torch.tensor([1.0, math.nan]), "c": torch.ones(2) * 1.1}
     assert [row.name for row in compare_gradients(found, reference)] == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize("name", ["opt-125m", "Qwen2.5-0.5B"])
+def test_rounding_of_the_reference_stays_far_below_every_bound(name: str) -> None:
+    """Also of a gradient that is 0, the one of OPT's key bias: no error of a plan is excused by rounding."""
+    source = source_from_config(reduced_config(resolve(name).config, pp=2, tp=2), name)
+    model = perturbed_model(source)
+    batch = make_batch(model, rows=9, vocabulary=101, padding="none")
+    _, exact = reference_step(perturbed_model(source).double(), batch)
+    rows = compare_gradients(reference_step(model, batch)[1], exact)
+    assert rows[0].ratio < 1 / 3, rows[0]
 
 
 def test_a_plan_folder_is_exact_on_its_own_layout(written: Path, tmp_path: Path) -> None:
