@@ -56,13 +56,16 @@ _Typed = TypeVar("_Typed", TensorSpec, LogitsSpec)
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """One stage: the batch keywords that it takes, what it receives and sends, its logits if it is the last."""
+    """One stage: the batch keywords that it takes, what it receives and sends, its logits if it is the last.
+
+    num_blocks: how many of the model's layers it runs; None where the plan does not say."""
 
     index: int
     batch: tuple[str, ...]
     receives: tuple[TensorSpec, ...]
     sends: tuple[TensorSpec, ...]
     logits: LogitsSpec | None
+    num_blocks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,33 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True)
+class StageEstimate:
+    """What a rank of one stage holds and does. FLOPs: of a token, forward and backward, in a row of `sequence` tokens.
+
+    attention_flops_per_token: the part of flops_per_token that is proportional to the length of the row."""
+
+    parameters: int
+    flops_per_token: int
+    attention_flops_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """What the compiler expects of the plan. bubble: share of a call in which a rank waits, from 0 to 1."""
+
+    sequence: int
+    stages: tuple[StageEstimate, ...]
+    bubble: float
+
+    def flops_per_token(self, length: float) -> float:
+        """FLOPs of a token in a row of `length` tokens, on one tp rank of every stage; recomputation not counted."""
+        longer = length / self.sequence - 1
+        return sum(stage.flops_per_token + stage.attention_flops_per_token * longer for stage in self.stages)
+
+
+@dataclass(frozen=True, slots=True)
 class PlanSpec:
-    """All of plan.json that training needs."""
+    """All of plan.json that training needs. estimates: None in a plan that was written by hand without them."""
 
     model: str
     tp: int
@@ -101,6 +129,7 @@ class PlanSpec:
     stages: tuple[StageSpec, ...]
     guards: tuple[Guard, ...]
     shortest_sequence: int = 1
+    estimates: Estimates | None = None
 
     @property
     def batch_names(self) -> tuple[str, ...]:
@@ -155,6 +184,7 @@ def _parse(data: Mapping[str, Any]) -> PlanSpec:
         stages=tuple(_stage(stage, dtype) for stage in data["stages"]),
         guards=tuple(_guard(guard) for guard in data["guards"]),
         shortest_sequence=data.get("shortest_sequence", 1),
+        estimates=_estimates(data["estimates"]) if data["estimates"] else None,
     )
 
 
@@ -179,6 +209,7 @@ def _stage(entry: Mapping[str, Any], plan_dtype: torch.dtype) -> StageSpec:
         receives=tuple(_tensor(tensor) for tensor in entry["receives"]),
         sends=tuple(_tensor(tensor) for tensor in entry["sends"]),
         logits=None if logits is None else _logits(logits, plan_dtype),
+        num_blocks=entry.get("num_blocks"),
     )
 
 
@@ -198,6 +229,14 @@ def _guard(entry: Mapping[str, Any]) -> Guard:
     if entry.get("packed_when") == "restarts":
         return Guard(entry["input"], "packed")
     raise ShardcError(f"plan.json: unknown guard {dict(entry)}", "compile the plan again")
+
+
+def _estimates(entry: Mapping[str, Any]) -> Estimates:
+    stages = tuple(
+        StageEstimate(stage["parameters"], stage["flops_per_token"], stage["attention_flops_per_token"])
+        for stage in entry["stages"]
+    )
+    return Estimates(entry["sequence"], stages, entry["bubble"])
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -12,7 +12,7 @@ from shardc.emit import emit
 from shardc.errors import ShardcError
 from shardc.models import ModelSource, resolve
 from shardc.pipeline import block_paths, check_cuts, choose_cuts, cut, measure_costs
-from shardc.pipeline.balance import Costs
+from shardc.pipeline.balance import SEQUENCE, Costs
 from shardc.pipeline.schedule import Schedule
 from shardc.pipeline.schedule_check import check_schedule
 from shardc.pipeline.schedules import build_schedule
@@ -42,6 +42,7 @@ class Settings:
 class CompiledPlan:
     """A proved plan, not yet written; `shardc.plan.folder.write_plan` writes it.
 
+    costs_twice: of rows of twice the tokens, which shows what grows with the length of a row.
     graphs: the sharded, uncut graphs as JSON, for `shardc check`. first_blocks: where stages 1, 2, ... begin.
     seconds: of each pass, in order.
     """
@@ -52,6 +53,7 @@ class CompiledPlan:
     sharded: ShardedModel
     captured: CapturedModel
     costs: Costs
+    costs_twice: Costs
     graphs: dict[str, Any]
     first_blocks: list[str]
     stages: list[dict[Variant, ModelGraph]]
@@ -104,7 +106,9 @@ def compile_plan(
     chosen = run("policy", choose_policy, source, policy, tp)
     captured = run("capture", _capture, source)
     roles, blocks = run("match", match_policy, chosen, captured.plain)
-    costs = run("balance", measure_costs, captured.plain, blocks)
+    costs, costs_twice = (
+        run("balance", measure_costs, captured.plain, blocks, sequence) for sequence in (SEQUENCE, 2 * SEQUENCE)
+    )
     cuts = run("balance", _choose_cuts, chosen, costs, pp)
     sharded = run("shard and prove", shard, captured, roles, tp=tp, sequence_parallel=sp)
     if sharded.certificate.findings:
@@ -115,7 +119,19 @@ def compile_plan(
     stages = run("cut", cut_variants, sharded.variants, first_blocks)
     text = run("emit", emit, stages, window=captured.window, title=_title(source, settings))
     return CompiledPlan(
-        source, settings, chosen, sharded, captured, costs, graphs, first_blocks, stages, actions, text, run.seconds
+        source,
+        settings,
+        chosen,
+        sharded,
+        captured,
+        costs,
+        costs_twice,
+        graphs,
+        first_blocks,
+        stages,
+        actions,
+        text,
+        run.seconds,
     )
 
 

@@ -207,13 +207,14 @@ def stage_classes(text: str) -> list[str]:
 def _estimates(plan: CompiledPlan, parameters: dict[str, Any]) -> dict[str, Any]:
     """What a rank of each stage holds and does; FLOPs forward and backward of a token in a row of `sequence` tokens.
 
+    attention_flops_per_token: the part of them that is proportional to the length of the row.
     microbatches_alive: how many have passed forward and not yet backward, at most."""
     itemsize = getattr(torch, plan.settings.dtype).itemsize
     cuts = [[*plan.costs.blocks].index(path) for path in plan.first_blocks]
-    flops = plan.costs.of_stages(cuts)
+    flops, flops_twice = plan.costs.of_stages(cuts), plan.costs_twice.of_stages(cuts)
     stages = []
     alive = peak_alive(plan.schedule)
-    for stage, of_all_ranks, microbatches in zip(plan.stages, flops, alive, strict=True):
+    for stage, of_all_ranks, twice, microbatches in zip(plan.stages, flops, flops_twice, alive, strict=True):
         local = {name: p for graph in stage.values() for name, p in graph.parameters.items()}
         count = sum(prod(map(_part, p.shape)) for p in local.values() if not p.is_buffer)
         stages.append(
@@ -221,6 +222,7 @@ def _estimates(plan: CompiledPlan, parameters: dict[str, Any]) -> dict[str, Any]
                 "parameters": count,
                 "parameter_bytes": count * itemsize,
                 "flops_per_token": of_all_ranks // plan.settings.tp,
+                "attention_flops_per_token": (twice - of_all_ranks) // plan.settings.tp,
                 "microbatches_alive": microbatches,
             }
         )
