@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 import shardc
 from shardc.runtime import PlanModule, ShardcError
+from shardc.runtime.recompute import Recompute, blocks_of, enable_recompute
 from tests.end_to_end.masks import Record
 
 
@@ -120,10 +120,10 @@ def train_with_dropout(folder: Path, seed: int = 7, recompute: bool = False) -> 
     module = build(folder, seed).train()
     recomputing: list[Record] = []
     if recompute:
-        for blocks in [m for m in module.modules() if isinstance(m, nn.ModuleList)]:
-            for block in blocks:
-                again = functools.partial(_recorded_again, block.forward, recomputing)
-                block.forward = functools.partial(checkpoint, again, use_reentrant=False)
+        for stage in module.pipeline.modules.values():
+            for block in blocks_of(stage).values():
+                block.forward = functools.partial(_recorded_again, block.forward, recomputing)
+        enable_recompute(module, Recompute())
     record = Record()
     with record:
         loss = module(**own_rows(module, load_file(folder / "batch_0.safetensors"))).loss
