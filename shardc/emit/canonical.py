@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +49,9 @@ class Canonical:
 
 
 class Canonicaliser:
-    """Numbers the nodes of one graph. value_of: concrete shape and dtype. name_of: a parameter's canonical name."""
+    """Numbers the nodes of one graph. value_of: concrete shape and dtype. name_of: a parameter's canonical name.
+
+    like_of: equal for nodes that differ in nothing but in which nodes their operands are."""
 
     def __init__(
         self,
@@ -56,11 +59,14 @@ class Canonicaliser:
         value_of: Callable[[fx.Node], Value | None],
         name_of: Callable[[str], str],
         literal_of: Callable[[Any], Any],
+        like_of: Callable[[fx.Node], Any] = lambda node: node,
     ):
         self.numbers = numbers
         self.value_of = value_of
         self.name_of = name_of
         self.literal_of = literal_of
+        self.like_of = like_of
+        self.recipes: dict[Any, _Recipe] = {}
         self.result = Canonical()
 
     def run(self, nodes: Iterator[fx.Node] | list[fx.Node], outputs: dict[str, fx.Node]) -> Canonical:
@@ -117,28 +123,47 @@ class Canonicaliser:
             return found[node.args[0]]
         if is_projection(node) and isinstance(found[node.args[0]][0], list):
             return found[node.args[0]][0][node.args[1]]
-        args, kwargs = self.literal_of(node.args), self.literal_of(node.kwargs)
-        same = identity_of(node, args, kwargs, self.value_of)
+        like = self.like_of(node)
+        recipe = self.recipes.get(like)
+        if recipe is None:
+            recipe = self.recipes[like] = self._recipe(node)
+        operands = _operands(node)
+        same = self._identity(node) if recipe.in_context else recipe.same
         if same is not None:
-            return found[same]
-        needs_grad = False
-
-        def number(operand: fx.Node) -> Any:
-            nonlocal needs_grad
-            found_here = self._parameter(operand, repeat) if operand.op == "get_attr" else found[operand]
-            needs_grad |= found_here[1]
-            return _Operand(found_here[0])
-
-        name = op_name(node.target)
+            return found[operands[same]]
+        read = [self._parameter(x, repeat) if x.op == "get_attr" else found[x] for x in operands]
         value = self.value_of(node)
-        key = self._key(node, name, fx.node.map_arg(args, number), fx.node.map_arg(kwargs, number))
-        floating = value is None or value.dtype.is_floating_point
-        needs_grad = needs_grad and floating and name not in _NO_GRADIENT
-        actual = value.requires_grad if value is not None and not isinstance(self, _FromGraph) else needs_grad
-        result = self.numbers.of((*key, actual))
-        if is_random(node) and _draws(name, args, kwargs):
+        actual = recipe.differentiable and any(needs_grad for _, needs_grad in read)
+        if value is not None and not isinstance(self, _FromGraph):
+            actual = value.requires_grad
+        result = self.numbers.of((recipe.number, tuple([read[i][0] for i in recipe.order]), actual))
+        if recipe.draws:
             self.result.random.append((result, "rng_axis" in node.meta, node))
         return result, actual
+
+    def _recipe(self, node: fx.Node) -> _Recipe:
+        args, kwargs = self.literal_of(node.args), self.literal_of(node.kwargs)
+        name, value, places = op_name(node.target), self.value_of(node), itertools.count()
+        floating = value is None or value.dtype.is_floating_point
+
+        def mark(operand: fx.Node) -> Any:
+            return _Operand(next(places))
+
+        key = self._key(node, name, fx.node.map_arg(args, mark), fx.node.map_arg(kwargs, mark))
+        order: list[int] = []
+        return _Recipe(
+            number=self.numbers.of(_in_order(key, order)),
+            order=tuple(order),
+            same=self._identity(node),
+            in_context=name in _IN_CONTEXT,
+            differentiable=floating and name not in _NO_GRADIENT,
+            draws=is_random(node) and _draws(name, args, kwargs),
+        )
+
+    def _identity(self, node: fx.Node) -> int | None:
+        """Which of its operands a node returns unchanged."""
+        same = identity_of(node, self.literal_of(node.args), self.literal_of(node.kwargs), self.value_of)
+        return None if same is None else _operands(node).index(same)
 
     def _key(self, node: fx.Node, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
         name = _SAME_OP.get(name, name)
@@ -181,7 +206,43 @@ def _argument_names(name: str, given: int, keywords: tuple[str, ...]) -> tuple[s
 
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    number: Any
+    """Stands for an operand in what is said of an operation: the first that is read there is 0."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """What is said of an operation but for its operands. number: of its key. order: in which the key reads them.
+
+    same: the operand that it returns unchanged. in_context: that depends on other nodes too, so ask for each."""
+
+    number: int
+    order: tuple[int, ...]
+    same: int | None
+    in_context: bool
+    differentiable: bool
+    draws: bool
+
+
+_IN_CONTEXT = {"expand", "bitwise_and"}
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """Operands as the arguments list them, each as often as it stands there."""
+    found = node.meta.get("operands")
+    if found is None:
+        found = node.meta["operands"] = []
+        fx.node.map_arg((node.args, dict(node.kwargs)), found.append)
+    return found
+
+
+def _in_order(key: Any, order: list[int]) -> Any:
+    """The key with its operands counted as it reads them; `order` gets their places among the node's own."""
+    if isinstance(key, _Operand):
+        order.append(key.place)
+        return _Operand(len(order) - 1)
+    return tuple([_in_order(x, order) for x in key]) if isinstance(key, tuple) else key
 
 
 def _full_slice(index: Any) -> Any:
@@ -200,6 +261,8 @@ def _plain(item: Any) -> Any:
         return ("axis", item.name)
     if isinstance(item, _Operand):
         return item
+    if isinstance(item, dict):
+        return ("dict", tuple((key, _plain(x)) for key, x in item.items()))
     return (type(item).__name__, repr(item))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -13,7 +14,7 @@ from shardc.capture.fit import Probe
 from shardc.capture.graph import ModelGraph, Value, op_name
 from shardc.capture.patches import default_dtype
 from shardc.emit.canonical import Canonical, Canonicaliser, Numbers, canonical_name, concrete, from_graph
-from shardc.emit.retrace import Retrace, retrace
+from shardc.emit.retrace import Memo, Retrace, Unseen, retrace
 from shardc.errors import ShardcError
 
 
@@ -23,15 +24,18 @@ def compare(
     *,
     window: int | None = None,
     axis_sizes: Mapping[str, int] | None = None,
+    memo: Memo | None = None,
 ) -> None:
     """Raise ShardcError unless the emitted stage computes what the graphs say, in every variant.
 
     make_stage: builds the stage under the current default dtype and device, with an abstract `MeshAxis`. window: the
-    sequence length from which the `long` variants hold. axis_sizes: of the mesh axes, default {"tp": 1}.
+    sequence length from which the `long` variants hold. axis_sizes: of the mesh axes, default {"tp": 1}. memo: shared
+    by the stages of a plan.
     Runs on meta tensors: bfloat16 in training, float32 in evaluation. The error names the module and the line of
     model.py of the first operation that differs.
     """
     sizes = {"tp": 1, **(axis_sizes or {})}
+    memo = {} if memo is None else memo
     for training, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         with default_dtype(dtype), torch.device("meta"):
             module = make_stage()
@@ -40,7 +44,7 @@ def compare(
             probe = _probe(variant, training, dtype, window, sizes["tp"])
             numbers = Numbers()
             expected = from_graph(graph, probe, sizes, numbers)
-            trace = _run(module, graph, variant, probe, sizes)
+            trace = _run(module, graph, variant, probe, sizes, memo)
             _check(module, variant, expected, _from_trace(trace, graph, numbers), trace)
 
 
@@ -54,7 +58,9 @@ def _probe(variant: Variant, training: bool, dtype: torch.dtype, window: int | N
     return Probe(3 if training else 2, seq, dtype, training)
 
 
-def _run(module: nn.Module, graph: ModelGraph, variant: Variant, probe: Probe, sizes: dict[str, int]) -> Retrace:
+def _run(
+    module: nn.Module, graph: ModelGraph, variant: Variant, probe: Probe, sizes: dict[str, int], memo: Memo
+) -> Retrace:
     inputs = {}
     for name, node in graph.inputs.items():
         value: Value = node.meta["value"]
@@ -64,7 +70,9 @@ def _run(module: nn.Module, graph: ModelGraph, variant: Variant, probe: Probe, s
     names = ("loss", "logits") if "logits" in graph.outputs else tuple(graph.outputs)
     try:
         with default_dtype(probe.dtype):
-            return retrace(module, inputs, names, packed=variant.packed)
+            return retrace(module, inputs, names, packed=variant.packed, memo=memo)
+    except Unseen:
+        raise
     except Exception as error:
         raise ShardcError(
             f"{_raised_at(module, error)}: {type(module).__name__} fails on a {variant.name} batch: {error}", _ADVICE
@@ -85,15 +93,18 @@ def _from_trace(trace: Retrace, graph: ModelGraph, numbers: Numbers) -> Canonica
     def value_of(node: fx.Node) -> Value | None:
         return node.meta.get("value")
 
-    canonical = Canonicaliser(numbers, value_of, canonical_name(graph), lambda item: item)
-    return canonical.run(trace.graph.nodes, trace.outputs)
+    def like_of(node: fx.Node) -> Any:
+        return node.meta.get("like", node)
+
+    canonical = Canonicaliser(numbers, value_of, canonical_name(graph), lambda item: item, like_of)
+    return canonical.run(trace.nodes, trace.outputs)
 
 
 def _check(module: nn.Module, variant: Variant, expected: Canonical, found: Canonical, trace: Retrace) -> None:
     kind = f"a {variant.name} batch {'in training' if module.training else 'in evaluation'}"
     if expected.outputs != found.outputs:
         needed = _ancestors(trace)
-        for node in trace.graph.nodes:
+        for node in trace.nodes:
             if node in needed and node.op == "call_function" and found.numbers.get(node, -1) not in {-1, *expected.all}:
                 raise ShardcError(
                     f"{_where(node)}: {op_name(node.target)} is not what the plan computes for {kind}", _ADVICE

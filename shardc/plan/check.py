@@ -39,11 +39,13 @@ def check_folder(folder: str | Path, progress: Callable[[str], None] | None = No
     """The certificate of a plan in hand: its graphs and its parameter table, its stages, its schedule, its source.
 
     Raises ShardcError where the folder cannot be read; a wrong plan is reported in `findings`."""
+    from shardc.capture.patches import collection_paused
     from shardc.plan.folder import read_folder
 
     plan = read_folder(folder)
     try:
-        return _check(plan, progress or (lambda name: None))
+        with collection_paused():
+            return _check(plan, progress or (lambda name: None))
     except (KeyError, TypeError, AttributeError) as error:
         raise ShardcError(
             f"{plan.path}/plan.json: a field is missing or has another form ({type(error).__name__}: {error})",
@@ -172,6 +174,7 @@ def _schedule(plan: PlanFolder, stages: Stages) -> Checked:
 def _source(plan: PlanFolder, stages: Stages) -> Checked:
     """Source: model.py, traced again in both dtypes, in training and in evaluation, computes what the graphs say."""
     from shardc.emit.compare import compare
+    from shardc.emit.retrace import Memo
     from shardc.runtime.mesh import MeshAxis
 
     mesh = plan.data["mesh"]
@@ -179,9 +182,10 @@ def _source(plan: PlanFolder, stages: Stages) -> Checked:
     sizes = {"tp": mesh["tp"]} | {f"tp.{name}": size for name, size in (mesh["sub_axes"] or {}).items()}
     try:
         source = import_source(plan.path / "model.py")
+        memo: Memo = {}
         for index, stage in enumerate(stages):
             make = functools.partial(source.STAGES[index], axis)
-            compare(make, stage, window=plan.data["graphs"]["window"], axis_sizes=sizes)
+            compare(make, stage, window=plan.data["graphs"]["window"], axis_sizes=sizes, memo=memo)
             yield f"stage {index}"
         yield from _count(source, stages)
     except ShardcError as error:

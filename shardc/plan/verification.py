@@ -34,8 +34,8 @@ FLOOR = 1e-3  # of the model's largest gradient: a gradient smaller than this is
 LENGTH = 13  # tokens a row; odd, so that sequence parallelism pads, and longer than the reduced window
 PADDINGS = ("none", "left", "right")
 _NOISE = 0.03  # standard deviation of what is added to each parameter: as large as weights are, and so small that the
-# reference's own rounding, measured against float64, stays below a third of every bound. That is closest where a gradient
-# is 0 (OPT's key bias moves all scores of a query alike): 0.16 of its bound, at a deviation of 0.1 it would be 2.3
+# reference's own rounding, measured against float64, stays below a third of every bound. A gradient that is 0 (OPT's
+# key bias moves all scores of a query alike) rounds to 0.16 of its bound; at a deviation of 0.1 to 2.3 of it
 Progress = Callable[[str], None]
 
 

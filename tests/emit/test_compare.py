@@ -38,6 +38,79 @@ def test_an_edit_that_changes_the_computation_is_refused_by_its_line(edit, tmp_p
     assert str(error.value).startswith(f"{module} (model.py:{line}): ")
 
 
+OLD = "        return residual + hidden_states\n"
+TOTAL = "        total = residual + hidden_states\n"
+UNSEEN = {
+    "a sum in place": (OLD, f"{TOTAL}        total.add_(hidden_states)\n        return total\n", "add_ changes"),
+    "an item written": (OLD, f"{TOTAL}        total[:, 0] = 0\n        return total\n", "__setitem__ changes"),
+    "a result written out": (
+        OLD,
+        f"{TOTAL}        torch.mul(total, 2, out=total.data)\n        return total\n",
+        "mul changes",
+    ),
+    "data exchanged": (OLD, f"{TOTAL}        total.data = 2 * total\n        return total\n", "__set__ changes"),
+    "a gradient hooked": (
+        OLD,
+        f"{TOTAL}        total.register_hook(lambda g: 2 * g)\n        return total\n",
+        "register_hook changes",
+    ),
+    "autocast": (
+        OLD,
+        "        with torch.autocast('cuda', torch.bfloat16):\n            return residual + hidden_states\n",
+        "runs under autocast",
+    ),
+    "a backward of its own": (
+        OLD,
+        "        return Twice.apply(residual + hidden_states)\n",
+        "calls the autograd function Twice",
+    ),
+    "a hook on a module": (
+        "        self.mlp = Qwen3MLP()\n",
+        "        self.mlp = Qwen3MLP()\n        self.mlp.register_full_backward_hook(print)\n",
+        "model.layers.0.mlp has a backward hook",
+    ),
+    "a hook on a parameter": (
+        "        self.mlp = Qwen3MLP()\n",
+        "        self.mlp = Qwen3MLP()\n        self.mlp.up_proj.weight.register_hook(print)\n",
+        "model.layers.0.mlp.up_proj.weight has a backward hook",
+    ),
+}
+TWICE = """class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+
+class Qwen3DecoderLayer("""
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")  # it is refused all the same
+@pytest.mark.parametrize("edit", UNSEEN)
+def test_an_edit_that_operations_do_not_show_is_refused(edit, tmp_path):
+    old, new, message = UNSEEN[edit]
+    text = emit([captured("qwen3").variants])
+    assert old in text
+    with pytest.raises(ShardcError) as error:
+        prove(text.replace(old, new).replace("class Qwen3DecoderLayer(", TWICE), "qwen3", tmp_path)
+    assert message in error.value.problem
+    assert error.value.problem.endswith(", which a comparison of operations does not see")
+    assert "model.py" in error.value.problem
+
+
+def test_every_layer_runs(tmp_path):
+    """Operations are not computed twice, but no line is left out: here one of the equal layers computes otherwise."""
+    text = emit([captured("qwen3").variants])
+    assert OLD in text
+    counted = "        CALLS.append(0)\n        return residual + (2 if len(CALLS) % 3 == 2 else 1) * hidden_states\n"
+    text = text.replace(OLD, counted).replace("class Qwen3DecoderLayer(", "CALLS = []\n\n\nclass Qwen3DecoderLayer(")
+    with pytest.raises(ShardcError, match=r"model.layers.1 \(model.py:\d+\): mul is not what the plan computes"):
+        prove(text, "qwen3", tmp_path)
+
+
 def test_an_edit_that_changes_nothing_is_proved(tmp_path):
     text = emit([captured("qwen3").variants])
     new = text.replace(
