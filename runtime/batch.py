@@ -82,8 +82,27 @@ def prepare_batch(inputs: Mapping[str, Any], spec: PlanSpec) -> Batch:
         if guard.kind == "drop" and guard.input in tensors and bool(tensors[guard.input].all()):
             del tensors[guard.input]
     padded_length = -(-length // spec.tp) * spec.tp if spec.pad_sequence else length
+    if padded_length != length and spec.masked_rows_see_padding:
+        _check_blind_rows(tensors, length, spec)
     padded = {name: _pad(name, value, length, padded_length) for name, value in tensors.items()}
     return Batch(padded, rows, padded_length, length, packed)
+
+
+def _check_blind_rows(tensors: Mapping[str, Tensor], length: int, spec: PlanSpec) -> None:
+    """Raises ShardcError where a token is predicted from a position that sees no token: before the first of its row.
+
+    Such a position attends to all keys alike in this model, so that one more key changes what it predicts."""
+    mask, labels = tensors.get("attention_mask"), tensors.get("labels")
+    if mask is None or labels is None:
+        return
+    first = (mask[:, :-1] == 0) & (mask[:, 1:] != 0)
+    rows = (first & (labels[:, 1:] != _LABEL_PADDING)).any(-1).nonzero().flatten().tolist()
+    if rows:
+        raise ShardcError(
+            f"{spec.model}: {length} tokens over tp={spec.tp} leave a remainder, and row {rows[0]} is padded on the "
+            "left with a label on its first token, which this attention predicts from the length of the padding",
+            f"pad batches to a multiple of {spec.tp} tokens, or on the right, or ignore that label (-100)",
+        )
 
 
 def _is_packed(tensors: Mapping[str, Tensor], spec: PlanSpec) -> bool | None:

@@ -129,6 +129,7 @@ class PlanSpec:
     stages: tuple[StageSpec, ...]
     guards: tuple[Guard, ...]
     shortest_sequence: int = 1
+    masked_rows_see_padding: bool = False
     estimates: Estimates | None = None
 
     @property
@@ -184,6 +185,7 @@ def _parse(data: Mapping[str, Any]) -> PlanSpec:
         stages=tuple(_stage(stage, dtype) for stage in data["stages"]),
         guards=tuple(_guard(guard) for guard in data["guards"]),
         shortest_sequence=data.get("shortest_sequence", 1),
+        masked_rows_see_padding=data.get("masked_rows_see_padding", False),
         estimates=_estimates(data["estimates"]) if data["estimates"] else None,
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardc.capture import ModelGraph, Parameter, Value, Variant
+from shardc.capture.graph import op_name
 from shardc.capture.symbols import MODEL_DTYPE, Dim, DType
 from shardc.errors import ShardcError
 from shardc.pipeline.balance import SEQUENCE
@@ -45,6 +46,7 @@ def plan_data(plan: CompiledPlan, config_text: str) -> dict[str, Any]:
             "sequence_parallel": settings.sp,
         },
         "pad_sequence": settings.sp,
+        "masked_rows_see_padding": masked_rows_see_padding(plan),
         "shortest_sequence": plan.captured.shortest_sequence,
         "dtype": settings.dtype,
         "policy": policy_to_dict(plan.policy),
@@ -57,6 +59,16 @@ def plan_data(plan: CompiledPlan, config_text: str) -> dict[str, Any]:
         "estimates": _estimates(plan, parameters),
         "versions": {name: importlib.metadata.version(name) for name in ("shardc", "torch", "transformers")},
     }
+
+
+def masked_rows_see_padding(plan: CompiledPlan) -> bool:
+    """Whether positions that the runtime adds to a sequence change the rows of attention that see no token at all.
+
+    A softmax over scores that a mask made equally low is uniform over all keys, the added ones too. Kernels give zeros
+    for such rows, however long the sequence is."""
+    masked = [graph for variant, graph in plan.captured.variants.items() if variant.masked]
+    calls = (node for graph in masked for node in graph.graph.nodes if node.op == "call_function")
+    return plan.settings.sp and any(op_name(node.target) == "softmax" for node in calls)
 
 
 def config_text(plan: CompiledPlan) -> str:

@@ -104,7 +104,17 @@ def _policy(data: dict[str, Any]) -> Policy:
     return Policy(tuple(data["models"]), rules, data["pipeline"]["blocks"], AUTO, data["file"])
 
 
-_COMPARED = ("mesh", "pad_sequence", "shortest_sequence", "guards", "parameters", "buffers", "ties", "stages")
+_COMPARED = (
+    "mesh",
+    "pad_sequence",
+    "shortest_sequence",
+    "masked_rows_see_padding",
+    "guards",
+    "parameters",
+    "buffers",
+    "ties",
+    "stages",
+)
 _FREE = {"init", "class"}  # of a parameter, of a stage: no rank computes with them
 
 

@@ -24,6 +24,7 @@ from shardc.errors import ShardcError
 from shardc.models import ModelSource, reduced_config, resolve, source_from_config
 from shardc.plan.check import check_folder
 from shardc.plan.compile import CompiledPlan, choose_policy, compile_plan
+from shardc.plan.describe import masked_rows_see_padding
 from shardc.plan.folder import PLAN, read_folder, write_plan
 from shardc.plan.refuted import Refuted
 from shardc.plan.small import compile_small, is_function, small_plan
@@ -185,7 +186,8 @@ def _run(task: _Task, folder: Path, dp: int, padding: str, note: Progress) -> Ve
     parameters = {name: p.detach().contiguous() for name, p in model.named_parameters()}
     save_file(parameters, folder / "weights" / "model.safetensors")
     microbatches = plan.schedule.num_microbatches
-    batch = make_batch(model, rows=dp * (2 * microbatches + 1), vocabulary=vocabulary_of(task.source), padding=padding)
+    vocabulary, length = vocabulary_of(task.source), length_for(plan)
+    batch = make_batch(model, rows=dp * (2 * microbatches + 1), vocabulary=vocabulary, padding=padding, length=length)
     save_file(batch, folder / "batch.safetensors")
     loss_ref, gradients_ref = reference_step(model, batch)
     world = dp * plan.settings.tp * plan.settings.pp
@@ -257,6 +259,11 @@ def perturbed_model(source: ModelSource) -> nn.Module:
 
 def vocabulary_of(source: ModelSource) -> int:
     return getattr(source.config, "vocab_size", None) or 2
+
+
+def length_for(plan: CompiledPlan) -> int:
+    """Tokens of a row that the plan takes with any padding: LENGTH, or the next that tp divides where it must."""
+    return -(-LENGTH // plan.settings.tp) * plan.settings.tp if masked_rows_see_padding(plan) else LENGTH
 
 
 def make_batch(

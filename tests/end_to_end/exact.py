@@ -21,6 +21,7 @@ from shardc.plan.verification import (
     RELATIVE,
     GradientError,
     compare_gradients,
+    length_for,
     make_batch,
     perturbed_model,
     reference_step,
@@ -73,9 +74,11 @@ class Trial:
     source: ModelSource
     model: nn.Module
     microbatches: int
+    length: int  # tokens of a row: odd, unless the plan refuses that for some padding
 
-    def batch(self, rows: int, length: int = 13, padding: str = "none") -> Batch:
+    def batch(self, rows: int, length: int | None = None, padding: str = "none") -> Batch:
         """Rows with ragged ignored labels, and padding on one side."""
+        length = length or self.length
         vocabulary = vocabulary_of(self.source)
         return make_batch(self.model, rows=rows, vocabulary=vocabulary, padding=padding, length=length)
 
@@ -115,7 +118,7 @@ def prepare(
     (folder / "weights").mkdir()
     parameters = {name: p.detach().contiguous() for name, p in model.named_parameters()}
     save_file(parameters, folder / "weights" / "model.safetensors")
-    return Trial(folder, layout, source, model, plan.settings.microbatches)
+    return Trial(folder, layout, source, model, plan.settings.microbatches, length_for(plan))
 
 
 @dataclass

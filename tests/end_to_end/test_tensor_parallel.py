@@ -153,3 +153,16 @@ def test_logits_read_on_rank_0_alone_do_not_hang(layout: Layout, workers: Worker
         expected = trial.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     logits = load_file(tmp_path / "logits.safetensors")["logits"]
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_that_sees_added_positions_refuses_lengths_that_tp_does_not_divide(
+    workers: Workers, tmp_path: Path
+) -> None:
+    """Gemma-2 predicts a left-padded row's first token from the mean over all keys, however many there are."""
+    layout = Layout(tp=2, sp=True)
+    trial = check(workers, tmp_path, "gemma-2-2b", layout, padding="left")
+    assert trial.length == 14
+    batch = trial.batch(3, length=13, padding="left")
+    trial.write_batches([batch])
+    refusals = workers.run(layout.ranks, f"{RANKS}:expect_refusal", trial.folder)
+    assert all("13 tokens over tp=2 leave a remainder" in refusal for refusal in refusals)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,18 @@ def test_microbatches_are_never_empty_and_share_single_rows(tmp_path: Path) -> N
     assert [part.tensors["input_ids"][:, 0].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5], [6]]
     assert all(part.tensors["attention_mask"].shape == (1, 2) for part in parts)
     assert [part.rows for part in batch.split(9)] == [1] * 7
+
+
+def test_a_prediction_that_depends_on_the_length_is_refused_where_the_length_changes(tmp_path: Path) -> None:
+    spec = replace(plan_spec(tmp_path, tp=2, sequence_parallel=True), masked_rows_see_padding=True)
+    ids, mask = torch.ones(2, 5).long(), torch.ones(2, 5).long()
+    mask[1, :2] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    with pytest.raises(ShardcError, match="toy: 5 tokens over tp=2 leave a remainder, and row 1 is padded on the left"):
+        prepare_batch({"input_ids": ids, "attention_mask": mask, "labels": labels}, spec)
+    labels[1, 2] = -100
+    prepare_batch({"input_ids": ids, "attention_mask": mask, "labels": labels}, spec)
+    even = {"input_ids": ids[:, :4], "attention_mask": mask[:, :4], "labels": ids[:, :4]}
+    assert prepare_batch(even, spec).length == 4
+    right = {"input_ids": ids, "attention_mask": mask.flip(1), "labels": ids}
+    assert prepare_batch(right, spec).length == 6
