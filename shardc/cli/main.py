@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -24,13 +25,26 @@ app.command("run")(run.run_command)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command; exit with 2 for a user's mistake, 1 for a plan that is refuted or unequal."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
+        if arguments[:1] != ["run"]:  # which hands its environment on to the script
+            _fix_hash_seed()
     if arguments[:1] == ["run"] and arguments[1:] and arguments[1] not in ("--help", "-h"):
         run.launch(arguments[1:])  # around typer, which would read options meant for the script
     try:
         app(arguments)
     except Exception as error:
         sys.exit(_report(error))
+
+
+def _fix_hash_seed() -> None:
+    """Start this command again under a fixed hash seed, unless the user chose one.
+
+    Models go through sets of strings (Gemma-3 through its layer types), whose order the seed decides, and with it the
+    order of lines in model.py: the same input must give the same bytes."""
+    if "PYTHONHASHSEED" not in os.environ:
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _report(error: Exception) -> int:

@@ -188,3 +188,15 @@ def test_run_passes_the_exit_code_on_and_shows_the_failing_rank(tmp_path: Path) 
     assert done.returncode == 1
     assert "RuntimeError: rank 1 is out of luck" in done.stderr
     assert shardc("run", "--no-such-flag").returncode == 2
+
+
+def test_the_same_command_writes_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> None:
+    model = f"{Path(__file__).parent / 'set_model.py'}:make_model"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    command = [sys.executable, "-m", "shardc.cli.main", "compile", "--model", model, "-o"]
+    texts = []
+    for name in ("one", "two"):
+        done = subprocess.run([*command, str(tmp_path / name)], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        texts.append((tmp_path / name / "model.py").read_text())
+    assert texts[0] == texts[1]
