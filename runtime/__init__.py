@@ -10,7 +10,7 @@ from shardc.runtime.collectives import (
     shard,
 )
 from shardc.runtime.errors import ShardcError
-from shardc.runtime.launch import launch_from_torch
+from shardc.runtime.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from shardc.runtime.layers import (
     Conv1D,
     RowConv1D,
@@ -42,6 +42,9 @@ __all__ = [
     "all_reduce",
     "copy_to",
     "keep_on_first",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
     "launch_from_torch",
     "load_plan",
     "reduce_scatter",

@@ -9,19 +9,32 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardc.plan import compile_plan, load_plan, verify
     from shardc.runtime.errors import ShardcError
-    from shardc.runtime.launch import launch_from_torch
+    from shardc.runtime.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
     from shardc.runtime.mesh import Mesh
 
 _HOMES = {
     "Mesh": "shardc.runtime.mesh",
     "ShardcError": "shardc.runtime.errors",
     "compile_plan": "shardc.plan",
+    "launch": "shardc.runtime.launch",
+    "launch_from_openmpi": "shardc.runtime.launch",
+    "launch_from_slurm": "shardc.runtime.launch",
     "launch_from_torch": "shardc.runtime.launch",
     "load_plan": "shardc.plan",
     "verify": "shardc.plan",
 }
 
-__all__ = ["Mesh", "ShardcError", "compile_plan", "launch_from_torch", "load_plan", "verify"]
+__all__ = [
+    "Mesh",
+    "ShardcError",
+    "compile_plan",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+    "load_plan",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
