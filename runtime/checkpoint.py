@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -23,17 +23,19 @@ CONFIG_FILE = "config.json"
 
 
 def gather(
-    tensors: Mapping[str, Tensor | None], spec: PlanSpec, mesh: Mesh, schedule: Schedule
+    fetch: Callable[[str], Tensor | None], spec: PlanSpec, mesh: Mesh, schedule: Schedule
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (canonical name, full tensor on the CPU) on rank 0, in order of name; nothing elsewhere, but all must
     iterate.
 
-    tensors: this rank's shards by canonical name, all of one dtype; None, where a rank has no value, leaves it out.
+    fetch: gives this rank's shard by canonical name, all of the plan's dtype; None, where a rank has no value, leaves
+    it out. It is called on all dp ranks, and may send among them.
     Rank 0 holds one parameter at a time."""
     for name in sorted(spec.parameters):
         parameter = spec.parameters[name]
+        local = fetch(name)
         if mesh.dp.coord == 0:
-            shards = _collect(tensors.get(name), parameter, spec, mesh, schedule)
+            shards = _collect(local, parameter, spec, mesh, schedule)
             if shards:
                 yield name, unshard_tensor(shards, parameter.shard, mesh.tp, parameter.shape)
 

@@ -65,7 +65,7 @@ def grad_norm(parameters: Mapping[str, nn.Parameter], spec: PlanSpec, mesh: Mesh
     """2-norm of the whole gradient, each element once: shards where they are, replicas and ties on one rank."""
     total = torch.zeros((), dtype=torch.float32, device=mesh.device)
     for name, parameter in parameters.items():
-        if parameter.grad is not None and _counts_here(spec.parameters[name], mesh, schedule):
+        if parameter.grad is not None and counts_here(spec.parameters[name], mesh, schedule):
             wide = torch.promote_types(parameter.dtype, torch.float32)
             total += torch.linalg.vector_norm(parameter.grad, dtype=wide) ** 2
     for axis in (mesh.tp, mesh.pp):
@@ -81,7 +81,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
             parameter.grad.mul_(factor)
 
 
-def _counts_here(spec: ParameterSpec, mesh: Mesh, schedule: Schedule) -> bool:
+def counts_here(spec: ParameterSpec, mesh: Mesh, schedule: Schedule) -> bool:
     """Whether this rank is the first, on every axis over which the parameter is replicated."""
     if schedule.coord_of_stage[spec.stages[0]] != mesh.pp.coord:
         return False

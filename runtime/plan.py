@@ -18,6 +18,7 @@ from torch import nn
 from shardc.runtime.errors import ShardcError
 from shardc.runtime.gradients import tie_groups
 from shardc.runtime.materialize import CONSTANTS_FILE, materialize
+from shardc.runtime.memory import MemoryEngine, find_placement
 from shardc.runtime.mesh import Mesh
 from shardc.runtime.module import PlanModule
 from shardc.runtime.pipeline import Pipeline, open_links
@@ -48,12 +49,15 @@ class Plan:
         mesh: Mesh | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        placement: str | None = None,
     ) -> PlanModule:
         """This rank's module. Every rank of the job calls it.
 
         weights: a Hugging Face folder of safetensors; or seed: random values, the same model under every layout. mesh:
         None makes one of the plan's sizes, dp taking the remaining ranks. dtype, device: None are the plan's and the
-        mesh's. Raises ShardcError, before any collective, where weights, sizes or source do not fit the plan."""
+        mesh's. placement: "ddp", "zero1", "zero2" or "zero3" keeps the training state in flat chunks (runtime.memory),
+        None leaves each parameter a tensor with its own .grad. Raises ShardcError, before any collective, where
+        weights, sizes, placement or source do not fit the plan."""
         if (weights is None) == (seed is None):
             raise ShardcError("plan.build needs weights or seed, one of them", "pass weights=<folder>, or seed=0")
         source = SeedWeights(seed) if weights is None else FolderWeights(weights)
@@ -64,22 +68,29 @@ class Plan:
             mesh = Mesh.create(tp=spec.tp, pp=spec.pp, sub_axes=spec.sub_axes, device=device)
         _check_mesh(spec, mesh)
         device = mesh.device if device is None else torch.device(device)
-        made: dict[str, nn.Parameter] = {}
         stages: dict[int, nn.Module] = {}
         for index, coord in sorted(self.schedule.coord_of_stage.items()):
             if coord == mesh.pp.coord:
                 with torch.device("meta"):
                     stages[index] = self.source.STAGES[index](mesh.tp)
-                constants = self.folder / CONSTANTS_FILE
-                materialize(stages[index], index, spec, mesh.tp, source, constants, device, made)
+        groups = tie_groups(spec, self.schedule, mesh)
+        made: dict[str, nn.Parameter] = {}
+        memory = None
+        if placement is not None:
+            place = find_placement(placement)
+            memory = MemoryEngine(stages, spec, mesh, self.schedule, source, device, place, groups)
+            made.update(memory.parameters)
+        for index, stage in stages.items():
+            materialize(stage, index, spec, mesh.tp, source, self.folder / CONSTANTS_FILE, device, made)
         pipeline = Pipeline(stages, spec.stages, self.schedule, mesh, open_links(self.schedule, mesh))
         return PlanModule(
             spec=spec,
             pipeline=pipeline,
             parameters=made,
             count_targets=self.source.count_targets,
-            tie_groups=tie_groups(spec, self.schedule, mesh),
+            tie_groups=groups,
             folder=self.folder,
+            memory=memory,
         )
 
 

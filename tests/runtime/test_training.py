@@ -72,10 +72,16 @@ def check_gradients(module: PlanModule, dense: toy.Dense, frozen: tuple[str, ...
     torch.testing.assert_close(module.grad_norm().double().cpu(), norm, rtol=1e-6, atol=0)
 
 
-def train(folder: str, calls: list[tuple[int, int, str]], frozen: tuple[str, ...] = (), device: str = "cpu") -> None:
+def train(
+    folder: str,
+    calls: list[tuple[int, int, str]],
+    frozen: tuple[str, ...] = (),
+    device: str = "cpu",
+    placement: str | None = None,
+) -> None:
     """Each call: one backward, scaled; then, without zeroing, a second one with a loss that is dropped between."""
     plan = load_plan(folder)
-    module = plan.build(seed=3, dtype=torch.float64, device=device)
+    module = plan.build(seed=3, dtype=torch.float64, device=device, placement=placement)
     dense = toy.dense_model(plan, seed=3, device=device)
     for number, (rows, length, padding) in enumerate(calls):
         batch = toy.batch_of(rows * module.mesh.dp.size, length, seed=number, padding=padding)
@@ -91,8 +97,7 @@ def train(folder: str, calls: list[tuple[int, int, str]], frozen: tuple[str, ...
         dense.loss(**again, num_targets=40).backward()
         module.reduce_gradients()
         check_gradients(module, dense, frozen)
-        for parameter in module.parameters():
-            parameter.grad = None
+        module.zero_grad()
         for parameter in dense.values.values():
             parameter.grad = None
         with torch.no_grad():

@@ -1,0 +1,184 @@
+"""One rank's training state: its chunks, and what a step does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardc.runtime.memory.access import ParameterAccess
+from shardc.runtime.memory.chunk import Chunk
+from shardc.runtime.memory.layout import Slot, find_units, lay_out, overlaps, runs
+from shardc.runtime.memory.placement import Placement
+from shardc.runtime.memory.reduce import GradientReducer
+from shardc.runtime.mesh import Mesh
+from shardc.runtime.schedule import Schedule
+from shardc.runtime.spec import PlanSpec
+from shardc.runtime.weights import Weights
+
+DEFAULT_MAX_ELEMENTS = 2**26
+
+
+class MemoryEngine:
+    """Parameters, gradients and master weights of this rank in chunks; made by `Plan.build(placement=...)`."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        spec: PlanSpec,
+        mesh: Mesh,
+        schedule: Schedule,
+        weights: Weights,
+        device: torch.device,
+        placement: Placement,
+        tie_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+        *,
+        groups: Mapping[str, int] | None = None,
+        max_elements: int = DEFAULT_MAX_ELEMENTS,
+        communication_dtype: torch.dtype | None = None,
+        master_weights: bool = True,
+    ):
+        """stages: on the meta device. groups: parameter group of each trained parameter, default one group of all that
+        require gradients. master_weights: keep float32 values of parameters in less precision."""
+        if groups is None:
+            groups = {name: 0 for name, parameter in spec.parameters.items() if parameter.requires_grad}
+        self.mesh, self.placement = mesh, placement
+        units = find_units(stages, spec)
+        layouts = lay_out(units, groups, spec, mesh, schedule, max_elements=max_elements, by_unit=placement.parameters)
+        self.chunks: list[Chunk] = []
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.slots: dict[str, tuple[Chunk, Slot]] = {}
+        wide = torch.promote_types(spec.dtype, torch.float32)
+        for layout in layouts:
+            chunk = Chunk(layout, placement, mesh.dp, spec.dtype, device)
+            values = torch.zeros(layout.numel, dtype=wide, device=device)
+            for slot in layout.slots:
+                value = weights.shard(spec.parameters[slot.name], mesh.tp, wide, device)
+                chunk.slot_view(values, slot).copy_(value)
+                # .data has a version counter of its own: a gather between forward and backward is no change of values.
+                view = chunk.slot_view(chunk.flat, slot).data
+                parameter = nn.Parameter(view, requires_grad=chunk.trained)
+                self.parameters[slot.name], self.slots[slot.name] = parameter, (chunk, slot)
+            chunk.fill(values, master_weights)
+            self.chunks.append(chunk)
+        self.trained = [chunk for chunk in self.chunks if chunk.trained]
+        self.reducer = GradientReducer(self.trained, mesh, tie_groups, communication_dtype)
+        known = spec.by_any_name()
+        readers = [{known[n].name for n, _ in s.named_parameters(remove_duplicate=False)} for s in stages.values()]
+        for name, (chunk, slot) in self.slots.items():
+            if chunk.trained:
+                num_stages = sum(name in names for names in readers)
+                self.reducer.watch(self.parameters[name], chunk, slot, num_stages)
+        self.access: ParameterAccess | None = None
+        if placement.parameters:
+            self.access = ParameterAccess(units, {name: chunk for name, (chunk, _) in self.slots.items()})
+
+    def hold(self) -> contextmanager:
+        """Inside, parameters stay gathered: for calls of several micro-batches."""
+        return self.access.hold() if self.access else nullcontext()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients add up on each rank and are reduced later, where the placement has them whole."""
+        self.reducer.is_synced = False
+        try:
+            yield
+        finally:
+            self.reducer.is_synced = True
+
+    def masters(self, group: int) -> list[nn.Parameter]:
+        """What the optimizer's parameter group updates, flat."""
+        return [chunk.master for chunk in self.trained if chunk.layout.group == group]
+
+    def end_backward(self) -> None:
+        """Before a step: reduce what waits, free what is gathered. Every rank calls it."""
+        if self.reducer.has_fresh:
+            self.reducer.finish()
+        if self.access:
+            self.access.release_all()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for chunk in self.trained:
+            chunk.fresh = chunk.total = None
+
+    def grad_norm(self) -> Tensor:
+        """0-d float32, equal on every rank: 2-norm of the whole model's gradient, each element once."""
+        total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
+        for chunk in self.trained:
+            if chunk.total is None:
+                continue
+            wide = torch.promote_types(chunk.total.dtype, torch.float32)
+            counted = [slot for slot in chunk.layout.slots if slot.counted]
+            for start, end in runs([(a, b) for _, a, b in overlaps(counted, *chunk.owned)]):
+                total += torch.linalg.vector_norm(chunk.total[start:end], dtype=wide) ** 2
+        axes = [self.mesh.tp, self.mesh.pp, *([self.mesh.dp] if self.placement.states else [])]
+        for axis in axes:
+            if axis.group is not None:
+                dist.all_reduce(total, group=axis.group)
+        return total.sqrt()
+
+    def step(self, optimizer: torch.optim.Optimizer, scale: Tensor | None = None) -> None:
+        """Update the masters by an elementwise optimizer over `masters`, and the parameters from them.
+
+        scale: 0-d, multiplies the gradients first. One chunk after another, so that a chunk's parameters travel while
+        the next is updated, and float32 gradients exist for one chunk at a time."""
+        arriving = []
+        for chunk in self.trained:
+            if chunk.total is None:
+                continue
+            grad = chunk.total.to(chunk.master.dtype)
+            chunk.master.grad = grad if scale is None else grad.mul_(scale.to(grad.dtype))
+            optimizer.step()
+            chunk.master.grad = None
+            arriving.append(chunk.publish())
+        for work in arriving:
+            if work is not None:
+                work.wait()
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply all gradients by a 0-d tensor."""
+        for chunk in self.trained:
+            if chunk.total is not None:
+                chunk.total.mul_(factor.to(chunk.total.dtype))
+
+    def parameter(self, name: str) -> Tensor | None:
+        """This tp rank's part of a parameter on dp coord 0, None elsewhere. All dp ranks call it."""
+        sharded = self.placement.parameters
+        return self._whole(name, {chunk: chunk.shard if sharded else chunk.flat for chunk in self.chunks})
+
+    def gradient(self, name: str) -> Tensor | None:
+        """Its reduced gradient in the same way, None where it has none."""
+        return self._whole(name, {chunk: chunk.total for chunk in self.trained})
+
+    def _whole(self, name: str, tensors: Mapping[Chunk, Tensor | None]) -> Tensor | None:
+        """This tp rank's part of a parameter-like tensor, on dp coord 0; None elsewhere, or where a chunk has none.
+
+        tensors: of each chunk, as long as its master. All dp ranks that hold the parameter call it."""
+        chunk, slot = self.slots[name]
+        own = tensors.get(chunk)
+        if own is None:
+            return None
+        if own.numel() == chunk.layout.numel:
+            return chunk.slot_view(own, slot)
+        parts = []
+        for coord in range(self.mesh.dp.size):
+            start = coord * chunk.part
+            piece = overlaps([slot], start, start + chunk.part)
+            if not piece:
+                continue
+            ((_, first, last),) = piece
+            source = self.mesh.rank_at(dp=coord, pp=self.mesh.pp.coord, tp=self.mesh.tp.coord)
+            target = self.mesh.rank_at(dp=0, pp=self.mesh.pp.coord, tp=self.mesh.tp.coord)
+            if coord == self.mesh.dp.coord == 0:
+                parts.append(own[first:last])
+            elif coord == self.mesh.dp.coord:
+                dist.send(own[first:last].contiguous(), target)
+            elif self.mesh.dp.coord == 0:
+                received = own.new_empty(last - first)
+                dist.recv(received, source)
+                parts.append(received)
+        return torch.cat(parts).view(slot.shape) if self.mesh.dp.coord == 0 else None

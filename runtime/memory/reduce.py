@@ -1,0 +1,159 @@
+"""Sum gradients over ranks while backward runs.
+
+When all gradients of a chunk are there, the chunk is reduced over dp. Chunks are reduced in one fixed order, the
+reverse of the order of use, whatever order their gradients arrive in: all ranks must call collectives alike.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from shardc.runtime.errors import ShardcError
+from shardc.runtime.memory.chunk import Chunk
+from shardc.runtime.memory.layout import Slot, overlaps, runs
+from shardc.runtime.mesh import Mesh
+
+_IN_FLIGHT = 2  # chunks that are on their way at once; each keeps a whole chunk of gradients alive
+
+
+class GradientReducer:
+    """Takes gradients from autograd, chunk by chunk, and leaves their sums in `chunk.total`."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        mesh: Mesh,
+        tie_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+        dtype: torch.dtype | None,
+    ):
+        """chunks: of trained parameters, in order of use. dtype: in which gradients travel; None is their own."""
+        self.order = list(reversed(chunks))
+        self.mesh, self.tie_groups, self.dtype = mesh, tie_groups, dtype
+        self.microbatches = 1
+        self.is_synced = True
+        self.kept: dict[Chunk, Tensor] | None = None
+        self._is_running = False
+        self._expected = dict.fromkeys(self.order, 0)
+        self._reset()
+
+    def watch(self, parameter: nn.Parameter, chunk: Chunk, slot: Slot, num_stages: int) -> None:
+        """Take the gradients of a parameter as autograd makes them: one a micro-batch in each stage that reads it."""
+        self._expected[chunk] += num_stages
+        self._missing[chunk] += num_stages
+
+        def arrived(_: Tensor) -> None:
+            grad, parameter.grad = parameter.grad, None
+            if self.kept is None and not self._is_running:  # the first of a backward pass
+                self._is_running = True
+                Variable._execution_engine.queue_callback(self._end_backward)
+            chunk.receive(slot, grad)
+            self._missing[chunk] -= 1
+            if self.is_synced or chunk.placement.gradients:
+                self._launch_ready()
+
+        parameter.register_post_accumulate_grad_hook(arrived)
+
+    @contextmanager
+    def collect(self, microbatches: int) -> Iterator[dict[Chunk, Tensor]]:
+        """Inside, backward passes of several micro-batches are one: reduced at its end, into the mapping given here.
+
+        What is in it then is added to no total; see `release`."""
+        before = {chunk: chunk.fresh for chunk in self.order}
+        for chunk in self.order:
+            chunk.fresh = None
+        self.microbatches, self.kept = microbatches, {}
+        self._reset()
+        try:
+            yield self.kept
+            self.finish()
+        finally:
+            self.microbatches, self.kept = 1, None
+            self._reset()
+            for chunk, fresh in before.items():
+                chunk.fresh = fresh
+
+    def release(self, kept: dict[Chunk, Tensor], scale: Tensor) -> None:
+        """Add kept gradients times `scale` (0-d) to the totals. Raises ShardcError the second time."""
+        if not kept and self.order:
+            raise ShardcError(
+                "backward was called twice on one loss; its gradients were used up",
+                "call the model again for each backward",
+            )
+        for chunk, contribution in kept.items():
+            chunk.add(contribution.mul_(scale.to(contribution.dtype)))
+        kept.clear()
+
+    def finish(self) -> None:
+        """Reduce what was not reduced yet, and wait for all. Every rank calls it alike."""
+        while self._launched < len(self.order):
+            self._launch()
+        while self._in_flight:
+            self._settle()
+        self._reduce_over_axes()
+        for chunk, contribution in self._contributions.items():
+            if self.kept is None:
+                chunk.add(contribution)
+            else:
+                self.kept[chunk] = contribution
+        self._reset()
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether gradients wait to be reduced, after no_sync."""
+        return any(chunk.fresh is not None for chunk in self.order)
+
+    def _reset(self) -> None:
+        self._missing = {chunk: count * self.microbatches for chunk, count in self._expected.items()}
+        self._launched = 0
+        self._in_flight: deque[tuple[Chunk, Tensor, dist.Work | None, Tensor]] = deque()
+        self._contributions: dict[Chunk, Tensor] = {}
+
+    def _end_backward(self) -> None:
+        self._is_running = False
+        if self.is_synced or any(chunk.placement.gradients for chunk in self.order[:1]):
+            self.finish()
+        else:
+            self._reset()
+
+    def _launch_ready(self) -> None:
+        while self._launched < len(self.order) and self._missing[self.order[self._launched]] <= 0:
+            self._launch()
+
+    def _launch(self) -> None:
+        chunk = self.order[self._launched]
+        self._launched += 1
+        self._in_flight.append((chunk, *chunk.reduce(self.dtype)))
+        if len(self._in_flight) > _IN_FLIGHT:
+            self._settle()
+
+    def _settle(self) -> None:
+        chunk, contribution, work, _ = self._in_flight.popleft()
+        if work is not None:
+            work.wait()
+        self._contributions[chunk] = contribution
+
+    def _reduce_over_axes(self) -> None:
+        """Partial gradients over the axes of the tp group, all of one axis at once, and over tied stages."""
+        pieces: dict[str, list[Tensor]] = {}
+        for chunk, contribution in self._contributions.items():
+            start, end = chunk.owned
+            for axis in dict.fromkeys(axis for slot in chunk.layout.slots for axis in slot.reduce_axes):
+                found = [piece for piece in overlaps(chunk.layout.slots, start, end) if axis in piece[0].reduce_axes]
+                pieces.setdefault(axis, []).extend(contribution[a:b] for a, b in runs([(a, b) for _, a, b in found]))
+        for axis, parts in sorted(pieces.items()):
+            group = self.mesh.axis(axis).group
+            if group is not None and parts:
+                flat = torch.cat(parts)
+                dist.all_reduce(flat, group=group)
+                for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+                    part.copy_(total)
+        tied = [chunk for chunk in self._contributions if chunk.layout.tie in self.tie_groups]
+        for chunk in sorted(tied, key=lambda chunk: (chunk.layout.tie, chunk.layout.slots[0].name)):
+            dist.all_reduce(self._contributions[chunk], group=self.tie_groups[chunk.layout.tie])

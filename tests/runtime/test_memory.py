@@ -1,0 +1,72 @@
+"""Chunks: under every placement a plan trains as one process does, and holds what the placement says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardc.runtime import ShardcError, load_plan
+from shardc.runtime.memory import PLACEMENTS
+from tests.runtime import toy
+from tests.runtime.test_training import CASES, Case, dp_part
+from tests.workers import Workers
+
+HERE = "tests.runtime.test_memory"
+TRAINING = "tests.runtime.test_training"
+LAYOUTS = [case for case in CASES if case.ranks in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("case", LAYOUTS, ids=lambda case: case.name)
+def test_training_equals_one_process(workers: Workers, tmp_path: Path, case: Case, placement: str) -> None:
+    folder = toy.write_plan(tmp_path / "plan", **case.plan)
+    frozen = case.plan.get("frozen", ())
+    workers.run(case.ranks, f"{TRAINING}:train", str(folder), case.calls, frozen, "cpu", placement)
+
+
+def steps(folder: str, placement: str) -> None:
+    """Five clipped steps beside one process: losses, norms, parameters; then what each rank holds."""
+    plan = load_plan(folder)
+    module = plan.build(seed=1, dtype=torch.float64, device="cpu", placement=placement)
+    memory, dp = module.memory, module.mesh.dp
+    dense = toy.dense_model(plan, seed=1)
+    optimizer = torch.optim.AdamW(memory.masters(0), lr=1e-2)
+    reference = torch.optim.AdamW(dense.values.values(), lr=1e-2)
+    for step in range(5):
+        batch = toy.batch_of(4, 6, seed=step)
+        loss, expected = module(**dp_part(module, batch)).loss, dense.loss(**batch)
+        loss.backward()
+        expected.backward()
+        module.reduce_gradients()
+        norm = module.clip_grad_norm_(0.5)
+        expected_norm = torch.nn.utils.clip_grad_norm_(dense.values.values(), 0.5)
+        torch.testing.assert_close(loss.detach(), expected.detach())
+        torch.testing.assert_close(norm.double(), expected_norm, rtol=1e-5, atol=0)
+        memory.step(optimizer)
+        reference.step()
+        module.zero_grad()
+        reference.zero_grad()
+    found = module.gather_parameters()
+    if module.mesh.rank == 0:
+        for name, value in dense.values.items():
+            torch.testing.assert_close(found[name], value.detach(), rtol=1e-6, atol=1e-8)
+    place = PLACEMENTS[placement]
+    for chunk in memory.chunks:
+        part = chunk.layout.numel // dp.size
+        assert chunk.master.numel() == (part if place.states else chunk.layout.numel)
+        assert chunk.flat.untyped_storage().nbytes() == (0 if place.parameters else chunk.layout.numel * 8)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_steps_equal_one_process_and_state_lies_where_the_placement_says(
+    workers: Workers, tmp_path: Path, placement: str
+) -> None:
+    workers.run(4, f"{HERE}:steps", str(toy.write_plan(tmp_path / "plan", pp=2)), placement)
+
+
+def test_an_unknown_placement_is_refused(tmp_path: Path) -> None:
+    plan = load_plan(toy.write_plan(tmp_path / "plan"))
+    with pytest.raises(ShardcError, match="placement 'zero4' is unknown; valid: ddp, zero1, zero2, zero3"):
+        plan.build(seed=0, placement="zero4")
