@@ -1,48 +1,37 @@
-"""shardc run: start a script on several ranks by torch.distributed.run."""
+"""shardc run: start a script on several ranks, by torchrun, of this machine or of several."""
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated, NoReturn
 
 import typer
 
-_PLACES = ("--nnodes", "--node_rank", "--node-rank", "--master", "--rdzv", "--standalone")  # options that name a place
+
+def _show_help(wanted: bool) -> None:
+    if wanted:
+        launch(["--help"])
 
 
 def run_command(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(metavar="[--nproc_per_node N] [OPTIONS] SCRIPT [ARGS]...", help="As torchrun takes them."),
-    ],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] SCRIPT [ARGS]...")] = None,
+    show_help: Annotated[bool, typer.Option("--help", "-h", is_eager=True, callback=_show_help)] = False,
 ) -> None:
-    """Start SCRIPT on several ranks of this machine, or of several: torchrun's options, passed on as they are.
-
-    For example: shardc run --nproc_per_node 4 train.py --lr 1e-3. See also torchrun --help.
-    """
-    launch(arguments)
+    """Start SCRIPT on several ranks, of this machine or of several."""
+    launch(arguments or [])
 
 
 def launch(arguments: list[str]) -> NoReturn:
-    """Become torch.distributed.run with these arguments; its exit status is ours.
+    """Run the command line `shardc run ARGUMENTS`; exits with its status."""
+    from shardc.launcher.launch import launch as start
+    from shardc.launcher.options import parse
 
-    On one machine it looks for a free port by itself, so that two jobs do not collide."""
-    position = script_position(arguments)
-    options, script = arguments[:position], arguments[position:]
-    alone = [] if any(option.startswith(_PLACES) for option in options) else ["--standalone"]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.stdout.flush()
-    # "--" ends torchrun's own options: without it, it would take a script's --log for an abbreviation of its --log-dir.
-    separated = ["--", *script] if script and script[0] != "--" else script
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *alone, *options, *separated])
+    try:
+        sys.exit(start(parse(arguments)))
+    except Exception as error:
+        from shardc.errors import ShardcError  # loads torch: not before something has failed
 
-
-def script_position(arguments: list[str]) -> int:
-    """Index of the script: the first argument that neither is an option nor follows one that takes a value."""
-    flags = ("--standalone", "--no-python", "--no_python", "--run-path", "--run_path", "--module", "-m", "--help", "-h")
-    position = 0
-    while position < len(arguments) and arguments[position].startswith("-"):
-        takes_value = "=" not in arguments[position] and arguments[position] not in flags
-        position += 2 if takes_value else 1
-    return min(position, len(arguments))
+        if not isinstance(error, ShardcError):
+            raise
+        print(f"ShardcError: {error}", file=sys.stderr)
+        sys.exit(2)
