@@ -24,7 +24,8 @@ class _InitLog(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        name = self.names.get(id(args[0])) if args else None
+        tensor = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes all by keyword
+        name = self.names.get(id(tensor))
         fill = _fill(op_name(func), args[1:], kwargs) if name else None
         if fill:
             self.found[name] = fill
