@@ -18,9 +18,21 @@ _ACTIVATIONS = {"silu": "SiLU", "relu": "ReLU", "gelu": "GELU"}
 
 
 def library_layer(frames: Sequence[Frame]) -> tuple[str, str | None] | None:
-    """(constructor call, runtime class to import) if the module is exactly one known layer in all its calls."""
+    """(constructor call, runtime class to import) if the module is exactly one known layer in all its calls.
+
+    Its parameters are all trained, or all frozen."""
     found = {_one(frame) for frame in frames}
-    return found.pop() if len(found) == 1 else None
+    layer = found.pop() if len(found) == 1 else None
+    trained = {trains for frame in frames for trains in _trained(frame)}
+    if layer is None or len(trained) > 1:
+        return None
+    return (f"{layer[0]}.requires_grad_(False)", layer[1]) if trained == {False} else layer
+
+
+def _trained(frame: Frame) -> list[bool]:
+    """Of each parameter that the frame reads, whether it is trained."""
+    nodes = {node for item in frame.items for node in item.operands if node.op == "get_attr"}
+    return [value_of(node).requires_grad for node in nodes]
 
 
 def _one(frame: Frame) -> tuple[str, str | None] | None:

@@ -15,7 +15,7 @@ from shardc.emit.flow import value_of
 from shardc.emit.frames import ChildCall, Frame, Op
 from shardc.emit.library import library_layer
 from shardc.emit.merge import Merged, Merger, Test, branch_on
-from shardc.emit.names import Namer, is_usable, name_formals
+from shardc.emit.names import Namer, class_name, is_usable, name_formals
 from shardc.emit.sources import gathered, may_be_missing
 from shardc.emit.variants import CallKey
 
@@ -58,7 +58,7 @@ class FileBuilder:
             return Use(["input"], library=layer[0], imports=layer[1], makes=makes)
         children, paths = self.children(frames, namers)
         forward = self.forward(frames, namers, children, paths, tests=tests)
-        return self.define(first.call.module_class.__name__, frames, forward, children)
+        return self.define(class_name(first.call.module_class), frames, forward, children)
 
     def children(self, frames: Frames, namers: Mapping[Variant, Namer]) -> tuple[dict[str, Use], dict[str, list[str]]]:
         """Uses by relative path, in the model's order; and the formals by full path."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import keyword
 
-from torch import fx
+from torch import fx, nn
 
 from shardc.capture.graph import block_input, op_name
 from shardc.emit.author import AuthorNames, names_in, tuple_targets
@@ -22,6 +22,14 @@ _KEEPS_NAME = {
 
 def is_usable(name: str | None) -> bool:
     return bool(name) and name.isidentifier() and not keyword.iskeyword(name) and name not in _TAKEN and name != "_"
+
+
+def class_name(module_class: type) -> str:
+    """The author's name of a class; where torch has a layer of that name, after its package's: LoraLinear."""
+    name, packages = module_class.__name__, module_class.__module__.split(".")[:-1]
+    if packages and packages[0] != "torch" and hasattr(nn, name):
+        return f"{packages[-1].title().replace('_', '')}{name}"
+    return name
 
 
 def unused(name: str, taken: set[str] | dict[str, object]) -> str:

@@ -62,8 +62,9 @@ class Conversions:
                 value = self.insert(value, group, target, dim, home, lambda: self.graph.inserting_before(first))
         for user in users:
             user.replace_input_with(request.value, value)
-        if request.value in home.argument_names:
-            home.argument_names[value] = home.argument_names[request.value]
+            for call in user.meta["call"].chain():
+                if request.value in call.argument_names and home in call.chain():
+                    call.argument_names[value] = call.argument_names[request.value]
 
     def _groups(self, value: fx.Node, axes: tuple[str, ...]) -> list[tuple[str, ...]]:
         """Axes that one collective covers: those on which the value has the same layout."""
