@@ -18,7 +18,7 @@ from shardc.capture.graph import ModelGraph, Parameter, Repeat, Value, repeat_bl
 from shardc.capture.kept import check_kept
 from shardc.capture.loss import normalise_loss
 from shardc.capture.memo import Signature
-from shardc.capture.model_index import ModelIndex, argument_names
+from shardc.capture.model_index import ModelIndex, accepted_names
 from shardc.capture.parameters import model_parameters
 from shardc.capture.patches import collection_paused, default_dtype
 from shardc.capture.rows import Trace
@@ -145,7 +145,7 @@ class _Model:
         self.built = {each: _build(make, each) for each in dict.fromkeys([p.dtype for p in PROBES])}
         self.first = self.built[PROBES[0].dtype].index
         self.parameters = model_parameters({each: built.index for each, built in self.built.items()})
-        self.arguments = set(argument_names(type(self.first.model)))
+        self.arguments = accepted_names(self.first.model)
         self.same_block: dict[str, str] = {}
         self.fit_cache: dict[Any, Any] = {}
         self.constants: dict[str, torch.Tensor] = {}

@@ -71,4 +71,14 @@ def argument_names(module_class: type) -> list[str]:
     return names
 
 
+def accepted_names(model: nn.Module) -> set[str]:
+    """The keywords that a model's forward takes; a wrapper around one other module passes on what it does not name."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    names = {parameter.name for parameter in parameters} - {"self"}
+    inner = list(model.children())
+    if len(inner) == 1 and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names |= accepted_names(inner[0])
+    return names
+
+
 _ARGUMENT_NAMES: dict[type, list[str]] = {}

@@ -25,20 +25,30 @@ def source_from_config(config: Any, name: str) -> ModelSource:
 
     The config is copied at each build: nothing that the model writes into it returns here."""
     model_class = causal_lm_class(config)
-    attention = "sdpa" if model_class._supports_sdpa else "eager"
 
     def make() -> Any:
-        import torch
-
-        own = copy.deepcopy(config)
-        own.use_cache = False
         try:
-            return model_class._from_config(own, dtype=torch.get_default_dtype(), attn_implementation=attention)
+            return build_from_config(model_class, config)
         except ValueError as error:
             reason = str(error).strip().splitlines()[0]
             raise ShardcError(f"{model_class.__name__}: {reason}", "compile it as my_file.py:make_model") from error
 
     return ModelSource(name, config, model_class.__name__, make)
+
+
+def build_from_config(model_class: Any, config: Any) -> Any:
+    """A transformers model as it is trained: no cache, `attention_of` its class, the current default dtype."""
+    import torch
+
+    own = copy.deepcopy(config)
+    own.use_cache = False
+    attention = attention_of(model_class)
+    return model_class._from_config(own, dtype=torch.get_default_dtype(), attn_implementation=attention)
+
+
+def attention_of(model_class: Any) -> str:
+    """The attention implementation that is captured: SDPA where the class supports it."""
+    return "sdpa" if model_class._supports_sdpa else "eager"
 
 
 def source_from_callable(
@@ -59,9 +69,21 @@ def source_from_callable(
 
     with torch.device("meta"):
         module = make()
-    return ModelSource(name, _hf_config(module), type(module).__name__, make)
+    if without_peft(module) is not module:
+        from shardc.models.live import source_from_module  # it knows how adapters are built in any dtype
+
+        return source_from_module(module, name)
+    return ModelSource(name, hf_config(module), type(module).__name__, make)
 
 
-def _hf_config(module: Any) -> Any:
+def hf_config(module: Any) -> Any:
+    """The config of a transformers model, with adapters or without; None of any other module."""
     transformers = sys.modules.get("transformers.modeling_utils")  # loaded if the module is one of its models
+    module = without_peft(module)
     return module.config if transformers and isinstance(module, transformers.PreTrainedModel) else None
+
+
+def without_peft(module: Any) -> Any:
+    """The model inside a PeftModel, its adapters still in it; any other module itself."""
+    peft = sys.modules.get("peft.peft_model")
+    return module.get_base_model() if peft and isinstance(module, peft.PeftModel) else module

@@ -18,7 +18,17 @@ from shardc.pipeline.schedule_check import check_schedule
 from shardc.pipeline.schedules import build_schedule
 from shardc.plan.graph_json import graphs_to_json
 from shardc.plan.refuted import Refuted
-from shardc.policy import AUTO, Policy, Rule, find_blocks, load_policy, match, policy_for
+from shardc.policy import (
+    AUTO,
+    Policy,
+    Rule,
+    find_blocks,
+    load_policy,
+    match,
+    paths_without_adapters,
+    policy_for,
+    roles_with_adapters,
+)
 from shardc.policy.types import LEAVES
 from shardc.sharding.shard import ShardedModel, localise_model, shard
 
@@ -169,15 +179,19 @@ def choose_policy(source: ModelSource, policy: str | Policy | None, tp: int) -> 
 
 
 def match_policy(policy: Policy, model: ModelGraph) -> tuple[dict[str, Rule], list[str]]:
-    """The rule of each module that the policy names, and the blocks between which stages may be cut."""
+    """The rule of each module that the policy names, and the blocks between which stages may be cut.
+
+    The policy names modules as they are called without adapters."""
     names = {
         path: next((base.__name__ for base in kind.__mro__ if base.__name__ in LEAVES), kind.__name__)
         for path, kind in model.module_classes.items()
         if path
     }
-    wanted = find_blocks(policy, names)
+    paths = paths_without_adapters(names)
+    without = {path: names[here] for path, here in paths.items()}
+    wanted = {paths[path] for path in find_blocks(policy, without)}
     blocks = [path for path in block_paths(model) if path in wanted or policy.blocks is None]
-    return match(policy, names, blocks), blocks
+    return roles_with_adapters(match(policy, without, blocks), names), blocks
 
 
 def _capture(source: ModelSource) -> CapturedModel:

@@ -1,5 +1,6 @@
 """Policy files -> one role for each module that they name. Nothing here builds a model or knows a shape."""
 
+from shardc.policy.adapters import paths_without_adapters, roles_with_adapters
 from shardc.policy.dump import policy_to_dict, policy_to_yaml
 from shardc.policy.find import bundled_policies, load_bundled, policy_for
 from shardc.policy.hf_plan import policy_from_hf_plan
@@ -19,8 +20,10 @@ __all__ = [
     "match",
     "module_classes",
     "parse_policy",
+    "paths_without_adapters",
     "policy_for",
     "policy_from_hf_plan",
     "policy_to_dict",
     "policy_to_yaml",
+    "roles_with_adapters",
 ]

@@ -11,6 +11,8 @@ ROLES: dict[str, tuple[str, ...]] = {
     "vocab": ("Embedding", "Linear"),
     "replicate": ("Linear", "Conv1D", "Embedding"),
 }
+# Not of policies, of adapters: whole on every rank within the parallel region of a column, so gradients are partial.
+INSIDE = "inside"
 LEAVES = ("Linear", "Conv1D", "Embedding")
 AUTO: Literal["auto"] = "auto"
 

@@ -9,6 +9,7 @@ from torch import fx
 from shardc.capture.graph import block_input, op_name
 from shardc.errors import ShardcError
 from shardc.policy import Rule
+from shardc.policy.types import INSIDE
 from shardc.sharding.analyse import describe
 from shardc.sharding.factors import Factor, contains, dim_of, is_whole_dim, splits, times
 from shardc.sharding.layout import FREE, I, Layout, P, R, sharded
@@ -77,6 +78,7 @@ class Decider:
     def _must_gather(self, node: fx.Node) -> bool:
         """Whether an operation takes the sequence whole: a product with a role, scores of all pairs, a view of rows."""
         named = op_name(node.target) in ("linear", "matmul") and node.meta["call"].path in self.roles
+        named |= self._is_inside(node)
         paired = any(times(dims, self.sequence) > 1 for dims in (*map(dims_of, tensors(node)), *result_dims(node)))
         merged = any(
             splits(factors, self.sequence) and not is_whole_dim(factors, self.sequence)
@@ -126,7 +128,12 @@ class Decider:
     def _enters(self, node: fx.Node) -> bool:
         """Whether a product begins a parallel region on an axis on which its weight is whole: a shared KV head."""
         rule = self.roles.get(node.meta["call"].path)
-        return op_name(node.target) in ("linear", "matmul", "add") and rule is not None and rule.role == "column"
+        is_column = op_name(node.target) in ("linear", "matmul", "add") and rule is not None and rule.role == "column"
+        return is_column or self._is_inside(node)
+
+    def _is_inside(self, node: fx.Node) -> bool:
+        rule = self.roles.get(node.meta["call"].path)
+        return rule is not None and rule.role == INSIDE
 
     def _partial_gradient(self, node: fx.Node, axis: str) -> Decision:
         """Whole values whose gradients are partial; of repeated KV heads each rank makes its own copies."""

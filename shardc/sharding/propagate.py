@@ -115,7 +115,11 @@ class _Propagator:
         return result
 
     def _require(self, operand: fx.Node, wanted: Layouts, user: fx.Node) -> None:
-        have, has_gradient = operand.meta["layouts"], operand.meta["value"].requires_grad
+        have = operand.meta["layouts"]
+        # What enters a parallel region is converted even where no gradient returns from it: behind frozen embeddings
+        # the first block then reads like the others.
+        enters = user.meta["call"].path in self.decider.roles and operand.op != "get_attr"
+        has_gradient = operand.meta["value"].requires_grad or enters
         change: Layouts = {}
         for axis, layout in wanted.items():
             if have[axis] is FREE:
