@@ -1,0 +1,109 @@
+"""LoRA for the Booster: adapters put into a model by peft, and saved as peft reads them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shardc.errors import ShardcError
+from shardc.models.live import check_adapters, check_lora_config
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+WEIGHTS = "adapter_model.safetensors"
+_ADAPTER = re.compile(r"(.*\.lora_(?:embedding_)?[AB])\.[^.]+(\.(?:weight|bias))?")
+_ADVICE = "give lora_config=peft.LoraConfig(...), or pretrained_dir= a folder that peft wrote"
+
+
+def enable_lora(
+    model: nn.Module,
+    pretrained_dir: str | Path | None = None,
+    lora_config: LoraConfig | None = None,
+    bnb_quantization_config: Any = None,
+    quantize: bool = False,
+) -> PeftModel:
+    """The model with adapters to train, the rest of it frozen; call it before `boost`, on the whole model.
+
+    pretrained_dir: a folder of `save_adapter`, or of peft's own, to train further. lora_config: new adapters where
+    there is no folder. Raises ShardcError for what a plan cannot train, before the model is changed where the config
+    shows it; quantized base weights are not supported.
+    """
+    if quantize or bnb_quantization_config is not None:
+        raise ShardcError(
+            "enable_lora: quantized base weights are not supported",
+            "leave out quantize and bnb_quantization_config, and load the model in bfloat16",
+        )
+    if pretrained_dir is None and lora_config is None:
+        raise ShardcError("enable_lora: neither pretrained_dir nor lora_config is given", _ADVICE)
+    try:
+        import peft
+    except ImportError as error:
+        raise ShardcError("enable_lora: peft is not installed", "pip install 'shardc[train]'") from error
+    if isinstance(model, peft.PeftModel):
+        raise ShardcError(f"enable_lora: the model is a {type(model).__name__} already", "give it to boost as it is")
+    if pretrained_dir is not None and not Path(pretrained_dir, "adapter_config.json").is_file():
+        raise ShardcError(f"enable_lora: {pretrained_dir} holds no adapter_config.json", _ADVICE)
+    config = peft.PeftConfig.from_pretrained(pretrained_dir) if lora_config is None else lora_config
+    check_lora_config(config)
+    if pretrained_dir is None:
+        adapted = peft.get_peft_model(model, config)
+    else:
+        adapted = peft.PeftModel.from_pretrained(model, pretrained_dir, is_trainable=True, config=config)
+    check_adapters(adapted)
+    return adapted
+
+
+def saved_names(names: Iterable[str], peft_config: LoraConfig) -> dict[str, str]:
+    """Of a PeftModel's parameters those that an adapter's file holds -> their names there, without the adapter's."""
+    found = {}
+    for name in names:
+        if match := _ADAPTER.fullmatch(name):
+            found[name] = match[1] + (match[2] or "")
+        elif name.endswith(".bias") and (
+            peft_config.bias == "all" or (peft_config.bias == "lora_only" and name.endswith(".base_layer.bias"))
+        ):
+            found[name] = name
+    return found
+
+
+def save_adapter(folder: str | Path, tensors: Mapping[str, Tensor], peft_config: LoraConfig) -> None:
+    """Write adapter_config.json and adapter_model.safetensors, for `PeftModel.from_pretrained` and `enable_lora`.
+
+    tensors: whole parameters by the PeftModel's names, of one rank; others than the adapter's are left out. Written
+    beside `folder`, which is then replaced: a killed save leaves the old one whole. Other files in it are kept.
+    """
+    folder = Path(folder).absolute()
+    partial, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
+    for leftover in (partial, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    names = saved_names(tensors, peft_config)
+    whole = {saved: tensors[name].detach().cpu().contiguous() for name, saved in names.items()}
+    save_file(whole, partial / WEIGHTS, metadata={"format": "pt"})
+    _plain(peft_config).save_pretrained(str(partial))
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_file() and not (partial / path.name).exists():
+            shutil.copy2(path, partial / path.name)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(partial, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _plain(peft_config: LoraConfig) -> LoraConfig:
+    """The config as it is saved: to be loaded for inference, and its sets in one order, so that bytes are the same."""
+    config = copy.deepcopy(peft_config)
+    config.inference_mode = True
+    for field, value in vars(config).items():
+        if isinstance(value, set):
+            setattr(config, field, sorted(value))
+    return config
