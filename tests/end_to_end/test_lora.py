@@ -41,14 +41,12 @@ def adapted(preset: str, layout: Layout, targets: list[str] | str, **options: An
 
 
 CASES = [
-    ("Qwen3-4B", TP2, QV, {}),
-    ("Qwen3-4B", PP2, QV, {}),
-    ("Qwen3-4B", TP2_PP2, QV, {}),
-    ("Qwen3-4B", TP2_PP2, ALL, {}),
-    ("Llama-3.1-8B", TP2, ALL, {}),
-    ("Llama-3.1-8B", PP2, ALL, {}),
-    ("Llama-3.1-8B", TP2_PP2, QV, {}),
-    ("Llama-3.1-8B", TP2_PP2, ALL, {}),
+    *(
+        (preset, layout, targets, {})
+        for preset in ("Qwen3-4B", "Llama-3.1-8B")
+        for layout in (TP2, PP2, TP2_PP2)
+        for targets in (QV, ALL)
+    ),
     # Sequence parallelism, where one collective gathers a column's input for its adapter too; shared KV heads
     ("Qwen3-4B", Layout(tp=2, pp=2, sp=True), ALL, {}),
     ("Llama-3.1-8B", Layout(tp=4), ALL, {}),
