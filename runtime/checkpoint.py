@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardc.runtime.mesh import Mesh
+from shardc.runtime.replace_folder import replacing
 from shardc.runtime.schedule import Schedule
 from shardc.runtime.shard_map import unshard_tensor
 from shardc.runtime.spec import ParameterSpec, PlanSpec
@@ -94,13 +94,10 @@ def save_pretrained(
     files in `folder` (a tokenizer) are kept. All ranks return when the folder is in place.
     """
     if mesh.rank == 0:
-        partial = _sibling(folder, "partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _write_tensors(partial, tensors, spec, max_shard_bytes)
-        shutil.copyfile(plan_folder / CONFIG_FILE, partial / CONFIG_FILE)
-        _keep_other_files(folder, partial)
-        _replace_folder(folder, partial)
+        with replacing(folder) as partial:
+            _write_tensors(partial, tensors, spec, max_shard_bytes)
+            shutil.copyfile(plan_folder / CONFIG_FILE, partial / CONFIG_FILE)
+            _keep_other_files(folder, partial)
     else:
         for _ in tensors:
             raise AssertionError("only rank 0 receives tensors")
@@ -142,10 +139,6 @@ def _bytes(parameter: ParameterSpec, spec: PlanSpec) -> int:
     return torch.Size(parameter.shape).numel() * spec.dtype.itemsize
 
 
-def _sibling(folder: Path, suffix: str) -> Path:
-    return folder.absolute().with_name(f".{folder.absolute().name}.{suffix}")
-
-
 def _keep_other_files(folder: Path, partial: Path) -> None:
     """Carry over what a save does not write; weights of an earlier save go."""
     if not folder.is_dir():
@@ -155,12 +148,3 @@ def _keep_other_files(folder: Path, partial: Path) -> None:
         if path.is_dir() or is_weights or (partial / path.name).exists():
             continue
         shutil.copy2(path, partial / path.name)
-
-
-def _replace_folder(folder: Path, partial: Path) -> None:
-    old = _sibling(folder, "old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(partial, folder)
-    shutil.rmtree(old, ignore_errors=True)

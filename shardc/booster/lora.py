@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from shardc.errors import ShardcError
 from shardc.models.live import check_adapters, check_lora_config
+from shardc.runtime.replace_folder import replacing
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -82,21 +82,14 @@ def save_adapter(folder: str | Path, tensors: Mapping[str, Tensor], peft_config:
     beside `folder`, which is then replaced: a killed save leaves the old one whole. Other files in it are kept.
     """
     folder = Path(folder).absolute()
-    partial, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
-    for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
     names = saved_names(tensors, peft_config)
     whole = {saved: tensors[name].detach().cpu().contiguous() for name, saved in names.items()}
-    save_file(whole, partial / WEIGHTS, metadata={"format": "pt"})
-    _plain(peft_config).save_pretrained(str(partial))
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path.is_file() and not (partial / path.name).exists():
-            shutil.copy2(path, partial / path.name)
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(partial, folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with replacing(folder) as partial:
+        save_file(whole, partial / WEIGHTS, metadata={"format": "pt"})
+        _plain(peft_config).save_pretrained(str(partial))
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.is_file() and not (partial / path.name).exists():
+                shutil.copy2(path, partial / path.name)
 
 
 def _plain(peft_config: LoraConfig) -> LoraConfig:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from shardc.plan.compile import CompiledPlan
 from shardc.plan.describe import certificate_data, config_text, plan_data
 from shardc.plan.graph_json import graphs_from_json
 from shardc.plan.json_text import to_text
+from shardc.runtime.replace_folder import replacing
 
 PLAN, MODEL, CONFIG, SCHEDULE = "plan.json", "model.py", "config.json", "schedule.json"
 CONSTANTS, CERTIFICATE = "constants.safetensors", "certificate.json"
@@ -51,16 +50,9 @@ def write_plan(plan: CompiledPlan, folder: str | Path) -> Path:
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / PLAN).is_file()):
         raise ShardcError(f"{folder} exists and is no plan folder", "give another folder by -o")
     files = plan_files(plan)
-    partial, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
-    for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for name, content in files.items():
-        (partial / name).write_bytes(content)
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(partial, folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with replacing(folder) as partial:
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
     return folder
 
 
