@@ -1,4 +1,4 @@
-"""Complete the gradients of a step, measure them, scale them.
+"""Complete the gradients of a step, and measure them.
 
 The loss is divided by the targets of the global batch, so gradients of dp ranks add up: they are sums, never means.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardc.runtime.mesh import Mesh
+from shardc.runtime.mesh import Mesh, MeshAxis
 from shardc.runtime.schedule import Schedule
 from shardc.runtime.spec import ParameterSpec, PlanSpec
 
@@ -68,17 +68,15 @@ def grad_norm(parameters: Mapping[str, nn.Parameter], spec: PlanSpec, mesh: Mesh
         if parameter.grad is not None and counts_here(spec.parameters[name], mesh, schedule):
             wide = torch.promote_types(parameter.dtype, torch.float32)
             total += torch.linalg.vector_norm(parameter.grad, dtype=wide) ** 2
-    for axis in (mesh.tp, mesh.pp):
+    return norm_over(total, (mesh.tp, mesh.pp))
+
+
+def norm_over(squares: Tensor, axes: Iterable[MeshAxis]) -> Tensor:
+    """The norm whose square is the sum of `squares` (0-d) over the ranks of the axes."""
+    for axis in axes:
         if axis.group is not None:
-            dist.all_reduce(total, group=axis.group)
-    return total.sqrt()
-
-
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply every .grad by a 0-d tensor."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+            dist.all_reduce(squares, group=axis.group)
+    return squares.sqrt()
 
 
 def counts_here(spec: ParameterSpec, mesh: Mesh, schedule: Schedule) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from shardc.runtime import checkpoint, gradients
+from shardc.runtime import checkpoint
 from shardc.runtime.batch import Batch, check_same_batch, prepare_batch
 from shardc.runtime.collectives import all_gather_invariant, all_reduce
 from shardc.runtime.errors import ShardcError
-from shardc.runtime.memory import MemoryEngine
-from shardc.runtime.memory.chunk import Chunk
 from shardc.runtime.pipeline import Pipeline, stage_inputs
 from shardc.runtime.spec import PlanSpec
+from shardc.runtime.state import Kept, TrainingState
 
 
 class Output:
@@ -55,16 +53,14 @@ class PlanModule(nn.Module):
         pipeline: Pipeline,
         parameters: Mapping[str, nn.Parameter],
         count_targets: Callable[[Tensor], Tensor],
-        tie_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+        state: TrainingState,
         folder: Path,
-        memory: MemoryEngine | None = None,
     ):
-        """parameters: this rank's, by canonical name. tie_groups: process group of the stages that share a tie."""
+        """parameters: this rank's, by canonical name. state: where they and their gradients are."""
         super().__init__()
         self.spec, self.pipeline, self.mesh, self.folder = spec, pipeline, pipeline.mesh, folder
         self.local_parameters = {name: parameters[name] for name in sorted(parameters)}
-        self.count_targets, self.tie_groups = count_targets, tie_groups
-        self.memory = memory
+        self.count_targets, self.state = count_targets, state
         self.saw_batch = False
         self.stages = nn.ModuleDict({str(index): stage for index, stage in pipeline.modules.items()})
 
@@ -102,8 +98,8 @@ class PlanModule(nn.Module):
             check_same_batch(batch, self.spec, self.mesh)
             self.saw_batch = True
         labels = batch.tensors.get("labels")
-        # Not the number of this batch's parts: with sharded parameters all dp ranks must go the same way.
-        staged = len(self.spec.stages) > 1 or (self.memory is not None and self.pipeline.schedule.num_microbatches > 1)
+        # Where calls meet, the number of this batch's parts must not decide: other dp ranks may have more.
+        staged = len(self.spec.stages) > 1 or (self.state.calls_meet and self.pipeline.schedule.num_microbatches > 1)
         if labels is None and torch.is_grad_enabled() and staged:
             raise ShardcError(
                 f"{self.spec.model}: no labels, so no loss; {len(self.spec.stages)} stages keep no graph of logits",
@@ -138,18 +134,14 @@ class PlanModule(nn.Module):
 
     def _train(self, batches: Sequence[Batch], num_targets: Tensor) -> Tensor:
         """Forward and backward of all micro-batches; the gradients are kept until the loss is given to backward."""
-        if self.memory is None:
-            kept = KeptGradients([p for p in self.local_parameters.values() if p.requires_grad])
-        else:
-            kept = KeptChunks(self.memory)
-        with kept.collect(len(batches)):
+        with self.state.collect(len(batches)) as kept:
             results = self.pipeline.run(batches, num_targets, backward=True)
         trigger = torch.zeros((), device=self.mesh.device, requires_grad=True)
         return _LossOfKeptGradients.apply(trigger, self._global_loss([result.loss for result in results]), kept)
 
     def _evaluate(self, batch: Batch, batches: Sequence[Batch], num_targets: Tensor | None) -> Output:
         """Forward only; logits are gathered over tp and sent to all stages."""
-        with self.memory.hold() if self.memory else nullcontext():
+        with self.state.hold():
             results = self.pipeline.run(batches, num_targets, backward=False)
         loss = None if num_targets is None else self._global_loss([result.loss for result in results])
         spec = self.spec.stages[-1].logits
@@ -179,116 +171,43 @@ class PlanModule(nn.Module):
         return total
 
     def reduce_gradients(self) -> None:
-        """Complete .grad once before an optimizer step: over partial tp axes, tied stages and dp. See gradients."""
-        if self.memory is not None:
-            self.memory.end_backward()
-            return
-        gradients.reduce_gradients(self.local_parameters, self.spec, self.mesh, self.tie_groups)
+        """Complete the gradients once before an optimizer step: over partial tp axes, tied stages and dp."""
+        self.state.reduce_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         super().zero_grad(set_to_none)
-        if self.memory is not None:
-            self.memory.zero_grad()
+        self.state.zero_grad()
 
     def grad_norm(self) -> Tensor:
         """0-d float32, equal on every rank: 2-norm of the whole model's gradient, after reduce_gradients."""
-        if self.memory is not None:
-            return self.memory.grad_norm()
-        return gradients.grad_norm(self.local_parameters, self.spec, self.mesh, self.pipeline.schedule)
+        return self.state.grad_norm()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale .grad so that grad_norm is at most max_norm; returns the norm before."""
+        """Scale the gradients so that grad_norm is at most max_norm; returns the norm before."""
         norm = self.grad_norm()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if self.memory is not None:
-            self.memory.scale_gradients(factor)
-        else:
-            gradients.scale_gradients(self.local_parameters.values(), factor)
+        self.state.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def gather_parameters(self) -> dict[str, Tensor]:
         """Full parameters by Hugging Face name on rank 0's CPU, {} elsewhere. Every rank calls it."""
-        return dict(checkpoint.gather(self._parameter, self.spec, self.mesh, self.pipeline.schedule))
+        return dict(checkpoint.gather(self.state.parameter, self.spec, self.mesh, self.pipeline.schedule))
 
     def gather_gradients(self) -> dict[str, Tensor]:
         """Full gradients, as gather_parameters; a parameter without gradient is left out."""
-        return dict(checkpoint.gather(self._gradient, self.spec, self.mesh, self.pipeline.schedule))
-
-    def _parameter(self, name: str) -> Tensor | None:
-        if self.memory is None or name not in self.local_parameters:
-            return self.local_parameters.get(name)
-        return self.memory.parameter(name)
-
-    def _gradient(self, name: str) -> Tensor | None:
-        if name not in self.local_parameters:
-            return None
-        return self.local_parameters[name].grad if self.memory is None else self.memory.gradient(name)
+        return dict(checkpoint.gather(self.state.gradient, self.spec, self.mesh, self.pipeline.schedule))
 
     def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9) -> None:
         """Write a Hugging Face folder that from_pretrained opens. Every rank calls it; see checkpoint."""
-        pieces = checkpoint.gather(self._parameter, self.spec, self.mesh, self.pipeline.schedule)
+        pieces = checkpoint.gather(self.state.parameter, self.spec, self.mesh, self.pipeline.schedule)
         checkpoint.save_pretrained(Path(folder), pieces, self.spec, self.mesh, self.folder, max_shard_bytes)
-
-
-class KeptGradients:
-    """Gradients of one call, aside from .grad until the call's loss is given to backward."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]):
-        self.parameters = parameters
-        self.grads: list[Tensor | None] | None = None
-
-    @contextmanager
-    def collect(self, microbatches: int) -> Iterator[None]:
-        """Inside, backward adds to empty gradients, which are kept; .grad is as before afterwards."""
-        before = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        try:
-            yield
-            self.grads = [parameter.grad for parameter in self.parameters]
-        finally:
-            for parameter, grad in zip(self.parameters, before, strict=True):
-                parameter.grad = grad
-
-    def release(self, scale: Tensor) -> None:
-        """Add the kept gradients times `scale` (0-d) to .grad. Raises ShardcError the second time."""
-        if self.grads is None:
-            raise ShardcError(
-                "backward was called twice on one loss; its gradients were used up",
-                "call the model again for each backward",
-            )
-        for parameter, grad in zip(self.parameters, self.grads, strict=True):
-            if grad is None:
-                continue
-            grad.mul_(scale)
-            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-        self.grads = None
-
-
-class KeptChunks:
-    """The same for gradients in chunks: they are reduced in the call already."""
-
-    def __init__(self, memory: MemoryEngine):
-        self.memory = memory
-        self.reduced: dict[Chunk, Tensor] = {}
-
-    @contextmanager
-    def collect(self, microbatches: int) -> Iterator[None]:
-        """Inside, backward passes of the micro-batches count as one, and parameters stay gathered."""
-        with self.memory.hold(), self.memory.reducer.collect(microbatches) as self.reduced:
-            yield
-
-    def release(self, scale: Tensor) -> None:
-        """Add the kept gradients times `scale` (0-d) to the totals. Raises ShardcError the second time."""
-        self.memory.reducer.release(self.reduced, scale)
 
 
 class _LossOfKeptGradients(torch.autograd.Function):
     """The loss, whose backward releases the gradients of its call. trigger: a leaf that makes the loss require grad."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, trigger: Tensor, loss: Tensor, kept: KeptGradients | KeptChunks) -> Tensor:
+    def forward(ctx: FunctionCtx, trigger: Tensor, loss: Tensor, kept: Kept) -> Tensor:
         ctx.kept = kept
         return loss.clone()
 

@@ -24,6 +24,7 @@ from shardc.runtime.module import PlanModule
 from shardc.runtime.pipeline import Pipeline, open_links
 from shardc.runtime.schedule import Schedule
 from shardc.runtime.spec import PlanSpec, parse_plan, with_dtype
+from shardc.runtime.state import SeparateTensors, TrainingState
 from shardc.runtime.weights import FolderWeights, SeedWeights
 
 SOURCE_FILE = "model.py"
@@ -60,6 +61,7 @@ class Plan:
         weights, sizes, placement or source do not fit the plan."""
         if (weights is None) == (seed is None):
             raise ShardcError("plan.build needs weights or seed, one of them", "pass weights=<folder>, or seed=0")
+        place = None if placement is None else find_placement(placement)
         source = SeedWeights(seed) if weights is None else FolderWeights(weights)
         if isinstance(source, FolderWeights):  # on every rank for all stages, so that no rank fails alone
             source.check(self.spec.parameters.values())
@@ -75,11 +77,10 @@ class Plan:
                     stages[index] = self.source.STAGES[index](mesh.tp)
         groups = tie_groups(spec, self.schedule, mesh)
         made: dict[str, nn.Parameter] = {}
-        memory = None
-        if placement is not None:
-            place = find_placement(placement)
-            memory = MemoryEngine(stages, spec, mesh, self.schedule, source, device, place, groups)
-            made.update(memory.parameters)
+        state: TrainingState | None = None
+        if place is not None:
+            state = MemoryEngine(stages, spec, mesh, self.schedule, source, device, place, groups)
+            made.update(state.parameters)
         for index, stage in stages.items():
             materialize(stage, index, spec, mesh.tp, source, self.folder / CONSTANTS_FILE, device, made)
         pipeline = Pipeline(stages, spec.stages, self.schedule, mesh, open_links(self.schedule, mesh))
@@ -88,9 +89,8 @@ class Plan:
             pipeline=pipeline,
             parameters=made,
             count_targets=self.source.count_targets,
-            tie_groups=groups,
+            state=state or SeparateTensors(made, spec, mesh, self.schedule, groups),
             folder=self.folder,
-            memory=memory,
         )
 
 

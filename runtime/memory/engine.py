@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardc.runtime.gradients import norm_over
 from shardc.runtime.memory.access import ParameterAccess
 from shardc.runtime.memory.chunk import Chunk
 from shardc.runtime.memory.layout import Slot, find_units, lay_out, overlaps, runs
@@ -17,6 +18,7 @@ from shardc.runtime.memory.reduce import GradientReducer
 from shardc.runtime.mesh import Mesh
 from shardc.runtime.schedule import Schedule
 from shardc.runtime.spec import PlanSpec
+from shardc.runtime.state import Kept
 from shardc.runtime.weights import Weights
 
 DEFAULT_MAX_ELEMENTS = 2**26
@@ -24,6 +26,8 @@ DEFAULT_MAX_ELEMENTS = 2**26
 
 class MemoryEngine:
     """Parameters, gradients and master weights of this rank in chunks; made by `Plan.build(placement=...)`."""
+
+    calls_meet = True
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class MemoryEngine:
             chunk.fill(values, master_weights)
             self.chunks.append(chunk)
         self.trained = [chunk for chunk in self.chunks if chunk.trained]
-        self.reducer = GradientReducer(self.trained, mesh, tie_groups, communication_dtype)
+        self.reducer = GradientReducer(self.trained, placement, mesh, tie_groups, communication_dtype)
         known = spec.by_any_name()
         readers = [{known[n].name for n, _ in s.named_parameters(remove_duplicate=False)} for s in stages.values()]
         for name, (chunk, slot) in self.slots.items():
@@ -76,9 +80,15 @@ class MemoryEngine:
         if placement.parameters:
             self.access = ParameterAccess(units, {name: chunk for name, (chunk, _) in self.slots.items()})
 
-    def hold(self) -> contextmanager:
+    def hold(self) -> AbstractContextManager[None]:
         """Inside, parameters stay gathered: for calls of several micro-batches."""
         return self.access.hold() if self.access else nullcontext()
+
+    @contextmanager
+    def collect(self, microbatches: int) -> Iterator[Kept]:
+        """Inside, backward passes of so many micro-batches are one, reduced at its end; parameters stay gathered."""
+        with self.hold(), self.reducer.collect(microbatches) as kept:
+            yield kept
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -93,7 +103,7 @@ class MemoryEngine:
         """What the optimizer's parameter group updates, flat."""
         return [chunk.master for chunk in self.trained if chunk.layout.group == group]
 
-    def end_backward(self) -> None:
+    def reduce_gradients(self) -> None:
         """Before a step: reduce what waits, free what is gathered. Every rank calls it."""
         if self.reducer.has_fresh:
             self.reducer.finish()
@@ -115,11 +125,7 @@ class MemoryEngine:
             counted = [slot for slot in chunk.layout.slots if slot.counted]
             for start, end in runs([(a, b) for _, a, b in overlaps(counted, *chunk.owned)]):
                 total += torch.linalg.vector_norm(chunk.total[start:end], dtype=wide) ** 2
-        axes = [self.mesh.tp, self.mesh.pp, *([self.mesh.dp] if self.placement.states else [])]
-        for axis in axes:
-            if axis.group is not None:
-                dist.all_reduce(total, group=axis.group)
-        return total.sqrt()
+        return norm_over(total, [self.mesh.tp, self.mesh.pp, *([self.mesh.dp] if self.placement.states else [])])
 
     def step(self, optimizer: torch.optim.Optimizer, scale: Tensor | None = None) -> None:
         """Update the masters by an elementwise optimizer over `masters`, and the parameters from them.
@@ -147,21 +153,21 @@ class MemoryEngine:
 
     def parameter(self, name: str) -> Tensor | None:
         """This tp rank's part of a parameter on dp coord 0, None elsewhere. All dp ranks call it."""
-        sharded = self.placement.parameters
-        return self._whole(name, {chunk: chunk.shard if sharded else chunk.flat for chunk in self.chunks})
+        if name not in self.slots:
+            return None
+        chunk, slot = self.slots[name]
+        return self._whole(chunk, slot, chunk.shard if self.placement.parameters else chunk.flat)
 
     def gradient(self, name: str) -> Tensor | None:
         """Its reduced gradient in the same way, None where it has none."""
-        return self._whole(name, {chunk: chunk.total for chunk in self.trained})
-
-    def _whole(self, name: str, tensors: Mapping[Chunk, Tensor | None]) -> Tensor | None:
-        """This tp rank's part of a parameter-like tensor, on dp coord 0; None elsewhere, or where a chunk has none.
-
-        tensors: of each chunk, as long as its master. All dp ranks that hold the parameter call it."""
-        chunk, slot = self.slots[name]
-        own = tensors.get(chunk)
-        if own is None:
+        if name not in self.slots or self.slots[name][0].total is None:
             return None
+        chunk, slot = self.slots[name]
+        grad = self._whole(chunk, slot, chunk.total)
+        return None if grad is None else grad.to(chunk.flat.dtype)  # sums may be wider, and are sent as parameters are
+
+    def _whole(self, chunk: Chunk, slot: Slot, own: Tensor) -> Tensor | None:
+        """A slot of a tensor like `chunk`, whole or this rank's shard of it, on dp coord 0; None on others."""
         if own.numel() == chunk.layout.numel:
             return chunk.slot_view(own, slot)
         parts = []

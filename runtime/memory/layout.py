@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from shardc.runtime.blocks import blocks_of
 from shardc.runtime.gradients import counts_here
 from shardc.runtime.mesh import Mesh
 from shardc.runtime.schedule import Schedule
@@ -64,30 +64,27 @@ class Unit:
 def find_units(stages: Mapping[int, nn.Module], spec: PlanSpec) -> list[Unit]:
     """Units of a rank's stages in the order of their definition, which is the order of use.
 
-    Blocks are the items of module lists and dicts. Names are canonical: a tied weight belongs to each unit with it."""
+    Names are canonical: a tied weight belongs to every unit that reads it."""
     known = spec.by_any_name()
     units = []
 
-    def visit(module: nn.Module, path: str) -> bool:
-        """Adds the units of a module; returns whether there was one."""
-        own = [known[f"{path}{leaf}"].name for leaf, _ in module.named_parameters(recurse=False)]
-        place = len(units)
-        inside = False
+    def names_in(module: nn.Module, path: str, inside: bool) -> tuple[str, ...]:
+        named = module.named_parameters(recurse=inside, remove_duplicate=False)
+        return tuple(dict.fromkeys(known[f"{path}{name}"].name for name, _ in named))
+
+    def visit(module: nn.Module, path: str, blocks: Mapping[str, nn.Module]) -> None:
+        if path[:-1] in blocks:
+            units.append(Unit(module, names_in(module, path, True), encloses=False))
+            return
+        own, place = names_in(module, path, False), len(units)
         for name, child in module.named_children():
-            if isinstance(module, nn.ModuleList | nn.ModuleDict):
-                names = [known[f"{path}{name}.{n}"].name for n, _ in child.named_parameters(remove_duplicate=False)]
-                if names:
-                    units.append(Unit(child, tuple(dict.fromkeys(names)), encloses=False))
-                    inside = True
-            else:
-                inside |= visit(child, f"{path}{name}.")
+            visit(child, f"{path}{name}.", blocks)
         if own:
-            units.insert(place, Unit(module, tuple(own), encloses=inside))
-        return inside or bool(own)
+            units.insert(place, Unit(module, own, encloses=len(units) > place))
 
     for _, stage in sorted(stages.items()):
-        visit(stage, "")
-    return units
+        visit(stage, "", blocks_of(stage))
+    return [unit for unit in units if unit.names]
 
 
 def lay_out(
@@ -169,4 +166,4 @@ def runs(pieces: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
             merged[-1] = (merged[-1][0], end)
         else:
             merged.append((start, end))
-    return list(itertools.chain(merged))
+    return merged

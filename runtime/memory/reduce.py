@@ -15,12 +15,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from shardc.runtime.errors import ShardcError
 from shardc.runtime.memory.chunk import Chunk
 from shardc.runtime.memory.layout import Slot, overlaps, runs
+from shardc.runtime.memory.placement import Placement
 from shardc.runtime.mesh import Mesh
+from shardc.runtime.state import used_up
 
 _IN_FLIGHT = 2  # chunks that are on their way at once; each keeps a whole chunk of gradients alive
+
+
+class KeptChunks:
+    """Reduced gradients of one call, aside from the totals until its loss is given to backward."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[Chunk, Tensor] | None = None
+
+    def release(self, scale: Tensor) -> None:
+        """Add them, times `scale` (0-d), to the totals. Raises ShardcError the second time."""
+        if self.gradients is None:
+            raise used_up()
+        for chunk, gradient in self.gradients.items():
+            chunk.add(gradient.mul_(scale.to(gradient.dtype)))
+        self.gradients = None
 
 
 class GradientReducer:
@@ -29,16 +45,17 @@ class GradientReducer:
     def __init__(
         self,
         chunks: Sequence[Chunk],
+        placement: Placement,
         mesh: Mesh,
         tie_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
         dtype: torch.dtype | None,
     ):
         """chunks: of trained parameters, in order of use. dtype: in which gradients travel; None is their own."""
-        self.order = list(reversed(chunks))
+        self.order, self.placement = list(reversed(chunks)), placement
         self.mesh, self.tie_groups, self.dtype = mesh, tie_groups, dtype
         self.microbatches = 1
         self.is_synced = True
-        self.kept: dict[Chunk, Tensor] | None = None
+        self.kept: KeptChunks | None = None
         self._is_running = False
         self._expected = dict.fromkeys(self.order, 0)
         self._reset()
@@ -55,20 +72,18 @@ class GradientReducer:
                 Variable._execution_engine.queue_callback(self._end_backward)
             chunk.receive(slot, grad)
             self._missing[chunk] -= 1
-            if self.is_synced or chunk.placement.gradients:
+            if self._reduces:
                 self._launch_ready()
 
         parameter.register_post_accumulate_grad_hook(arrived)
 
     @contextmanager
-    def collect(self, microbatches: int) -> Iterator[dict[Chunk, Tensor]]:
-        """Inside, backward passes of several micro-batches are one: reduced at its end, into the mapping given here.
-
-        What is in it then is added to no total; see `release`."""
+    def collect(self, microbatches: int) -> Iterator[KeptChunks]:
+        """Inside, backward passes of several micro-batches are one: reduced at its end, into what is given here."""
         before = {chunk: chunk.fresh for chunk in self.order}
         for chunk in self.order:
             chunk.fresh = None
-        self.microbatches, self.kept = microbatches, {}
+        self.microbatches, self.kept = microbatches, KeptChunks()
         self._reset()
         try:
             yield self.kept
@@ -79,17 +94,6 @@ class GradientReducer:
             for chunk, fresh in before.items():
                 chunk.fresh = fresh
 
-    def release(self, kept: dict[Chunk, Tensor], scale: Tensor) -> None:
-        """Add kept gradients times `scale` (0-d) to the totals. Raises ShardcError the second time."""
-        if not kept and self.order:
-            raise ShardcError(
-                "backward was called twice on one loss; its gradients were used up",
-                "call the model again for each backward",
-            )
-        for chunk, contribution in kept.items():
-            chunk.add(contribution.mul_(scale.to(contribution.dtype)))
-        kept.clear()
-
     def finish(self) -> None:
         """Reduce what was not reduced yet, and wait for all. Every rank calls it alike."""
         while self._launched < len(self.order):
@@ -97,17 +101,22 @@ class GradientReducer:
         while self._in_flight:
             self._settle()
         self._reduce_over_axes()
-        for chunk, contribution in self._contributions.items():
-            if self.kept is None:
+        if self.kept is None:
+            for chunk, contribution in self._contributions.items():
                 chunk.add(contribution)
-            else:
-                self.kept[chunk] = contribution
+        else:
+            self.kept.gradients = self._contributions
         self._reset()
 
     @property
     def has_fresh(self) -> bool:
         """Whether gradients wait to be reduced, after no_sync."""
         return any(chunk.fresh is not None for chunk in self.order)
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether this backward pass reduces. Sharded gradients are never kept whole, inside no_sync neither."""
+        return self.is_synced or self.placement.gradients
 
     def _reset(self) -> None:
         self._missing = {chunk: count * self.microbatches for chunk, count in self._expected.items()}
@@ -117,7 +126,7 @@ class GradientReducer:
 
     def _end_backward(self) -> None:
         self._is_running = False
-        if self.is_synced or any(chunk.placement.gradients for chunk in self.order[:1]):
+        if self._reduces:
             self.finish()
         else:
             self._reset()

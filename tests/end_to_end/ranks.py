@@ -16,7 +16,8 @@ from torch import Tensor
 
 import shardc
 from shardc.runtime import PlanModule, ShardcError
-from shardc.runtime.recompute import Recompute, blocks_of, enable_recompute
+from shardc.runtime.blocks import blocks_of
+from shardc.runtime.recompute import Recompute, enable_recompute
 from tests.end_to_end.masks import Record
 
 

@@ -10,7 +10,7 @@ import torch
 from shardc.runtime import ShardcError, load_plan
 from shardc.runtime.memory import PLACEMENTS
 from tests.runtime import toy
-from tests.runtime.test_training import CASES, Case, dp_part
+from tests.runtime.test_training import CASES, Case, check_gradients, dp_part
 from tests.workers import Workers
 
 HERE = "tests.runtime.test_memory"
@@ -30,7 +30,7 @@ def steps(folder: str, placement: str) -> None:
     """Five clipped steps beside one process: losses, norms, parameters; then what each rank holds."""
     plan = load_plan(folder)
     module = plan.build(seed=1, dtype=torch.float64, device="cpu", placement=placement)
-    memory, dp = module.memory, module.mesh.dp
+    memory, dp = module.state, module.mesh.dp
     dense = toy.dense_model(plan, seed=1)
     optimizer = torch.optim.AdamW(memory.masters(0), lr=1e-2)
     reference = torch.optim.AdamW(dense.values.values(), lr=1e-2)
@@ -64,6 +64,59 @@ def test_steps_equal_one_process_and_state_lies_where_the_placement_says(
     workers: Workers, tmp_path: Path, placement: str
 ) -> None:
     workers.run(4, f"{HERE}:steps", str(toy.write_plan(tmp_path / "plan", pp=2)), placement)
+
+
+def without_sync(folder: str, placement: str) -> None:
+    """Two calls inside no_sync and one after it: the sum of all three, as one process adds them up."""
+    plan = load_plan(folder)
+    module = plan.build(seed=3, dtype=torch.float64, device="cpu", placement=placement)
+    dense = toy.dense_model(plan, seed=3)
+    batches = [toy.batch_of(4, 6, seed=step) for step in range(3)]
+    with module.state.no_sync():
+        for batch in batches[:2]:
+            module(**dp_part(module, batch)).loss.backward()
+    module(**dp_part(module, batches[2])).loss.backward()
+    for batch in batches:
+        dense.loss(**batch).backward()
+    module.reduce_gradients()
+    check_gradients(module, dense)
+    module.zero_grad()
+    with module.state.no_sync():
+        module(**dp_part(module, batches[0])).loss.backward()
+    module.reduce_gradients()  # nothing came after no_sync: the step reduces
+    for parameter in dense.values.values():
+        parameter.grad = None
+    dense.loss(**batches[0]).backward()
+    check_gradients(module, dense)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_gradients_that_wait_are_reduced_once(workers: Workers, tmp_path: Path, placement: str) -> None:
+    folder = toy.write_plan(tmp_path / "plan", microbatches=1)
+    workers.run(2, f"{HERE}:without_sync", str(folder), placement)
+
+
+def low_precision(folder: str, placement: str) -> None:
+    """Sums over calls are float32, and are gathered as the parameters are, across ranks of tp and pp."""
+    module = load_plan(folder).build(seed=3, dtype=torch.bfloat16, device="cpu", placement=placement)
+    batch = dp_part(module, toy.batch_of(4, 6, seed=0))
+    once = None
+    for _ in range(2):
+        module(**batch).loss.backward()
+        module.reduce_gradients()
+        once = module.gather_gradients() if once is None else once
+    assert {chunk.total.dtype for chunk in module.state.trained} == {torch.float32}
+    assert {chunk.master.dtype for chunk in module.state.trained} == {torch.float32}
+    twice = module.gather_gradients()
+    for name, grad in once.items():
+        assert twice[name].dtype == grad.dtype == torch.bfloat16
+        torch.testing.assert_close(twice[name], 2 * grad)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_low_precision_adds_up_in_float32(workers: Workers, tmp_path: Path, placement: str) -> None:
+    folder = toy.write_plan(tmp_path / "plan", pp=2)
+    workers.run(4, f"{HERE}:low_precision", str(folder), placement)
 
 
 def test_an_unknown_placement_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from shardc.models import source_from_config
 from shardc.plan import compile_plan, write_plan
 from shardc.runtime import PlanModule, ShardcError, load_plan
-from shardc.runtime.recompute import Recompute, attention_of, blocks_of, disable_recompute, enable_recompute
+from shardc.runtime.blocks import blocks_of
+from shardc.runtime.recompute import Recompute, attention_of, disable_recompute, enable_recompute
 from tests.end_to_end.exact import Layout, small
 from tests.runtime import toy
 from tests.sharding.families import FAMILIES, tiny_config
