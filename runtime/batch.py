@@ -17,7 +17,7 @@ from shardc.runtime.mesh import Mesh
 from shardc.runtime.spec import PlanSpec
 
 # What an added position holds: a label that is ignored, and for ids, masks and positions a zero that nothing sees.
-_LABEL_PADDING = -100
+IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def _check_blind_rows(tensors: Mapping[str, Tensor], length: int, spec: PlanSpec
     if mask is None or labels is None:
         return
     first = (mask[:, :-1] == 0) & (mask[:, 1:] != 0)
-    rows = (first & (labels[:, 1:] != _LABEL_PADDING)).any(-1).nonzero().flatten().tolist()
+    rows = (first & (labels[:, 1:] != IGNORED_LABEL)).any(-1).nonzero().flatten().tolist()
     if rows:
         raise ShardcError(
             f"{spec.model}: {length} tokens over tp={spec.tp} leave a remainder, and row {rows[0]} is padded on the "
@@ -153,4 +153,4 @@ def _pad(name: str, tensor: Tensor, length: int, padded_length: int) -> Tensor:
     if padded_length == length or tensor.dim() < 2 or tensor.shape[1] != length:
         return tensor
     widths = [0, 0] * (tensor.dim() - 2) + [0, padded_length - length]
-    return F.pad(tensor, widths, value=_LABEL_PADDING if name == "labels" else 0)
+    return F.pad(tensor, widths, value=IGNORED_LABEL if name == "labels" else 0)

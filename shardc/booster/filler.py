@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED = -100
+from shardc.runtime.batch import IGNORED_LABEL
 
 
 def ignored_batch(batch: Any) -> Any | None:
@@ -25,5 +25,5 @@ def ignored_batch(batch: Any) -> Any | None:
         by_row = isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)
         if by_row and len(value) == rows:
             filler[name] = value[:1]
-    filler["labels"] = torch.full_like(labels[:1], IGNORED)
+    filler["labels"] = torch.full_like(labels[:1], IGNORED_LABEL)
     return filler

@@ -29,9 +29,9 @@ def main(arguments: list[str] | None = None) -> None:
         arguments = sys.argv[1:]
         if arguments[:1] != ["run"]:  # which hands its environment on to the script
             _fix_hash_seed()
-    if arguments[:1] == ["run"] and arguments[1:] and arguments[1] not in ("--help", "-h"):
-        run.launch(arguments[1:])  # around typer, which would read options meant for the script
     try:
+        if arguments[:1] == ["run"]:
+            run.launch(arguments[1:])  # around typer, which would read options meant for the script
         app(arguments)
     except Exception as error:
         sys.exit(_report(error))
