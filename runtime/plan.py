@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from shardc.runtime.mesh import Mesh
 from shardc.runtime.module import PlanModule
 from shardc.runtime.pipeline import Pipeline, open_links
 from shardc.runtime.schedule import Schedule
+from shardc.runtime.source import import_source
 from shardc.runtime.spec import PlanSpec, parse_plan, with_dtype
 from shardc.runtime.state import SeparateTensors, TrainingState
 from shardc.runtime.weights import FolderWeights, SeedWeights
@@ -110,7 +109,7 @@ def load_plan(folder: str | Path, *, prove: Prove | None = None) -> Plan:
         raise ShardcError(
             f"{folder}: schedule.json is for pp={len(schedule.ranks)}, plan.json for pp={spec.pp}", "compile it again"
         )
-    return Plan(folder, data, spec, schedule, _import_source(folder))
+    return Plan(folder, data, spec, schedule, import_source(folder / SOURCE_FILE, _source_name(folder)))
 
 
 def verify_edited_source(folder: Path, data: dict[str, Any], prove: Prove | None) -> None:
@@ -144,15 +143,9 @@ def _check_hashes(folder: Path, data: dict[str, Any], prove: Prove | None) -> No
         verify_edited_source(folder, data, prove)
 
 
-def _import_source(folder: Path) -> ModuleType:
-    """Import model.py under a name of its own: several plans live in one process, and tracebacks show the file."""
-    name = f"shardc_plan_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
-    module_spec = importlib.util.spec_from_file_location(name, folder / SOURCE_FILE)
-    assert module_spec is not None and module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module
-    module_spec.loader.exec_module(module)
-    return module
+def _source_name(folder: Path) -> str:
+    """Name of the module in a folder's model.py: several plans live in one process."""
+    return f"shardc_plan_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
 
 
 def _check_mesh(spec: PlanSpec, mesh: Mesh) -> None:

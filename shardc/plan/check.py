@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -176,12 +174,13 @@ def _source(plan: PlanFolder, stages: Stages) -> Checked:
     from shardc.emit.compare import compare
     from shardc.emit.retrace import Memo
     from shardc.runtime.mesh import MeshAxis
+    from shardc.runtime.source import import_source
 
     mesh = plan.data["mesh"]
     axis = MeshAxis.abstract("tp", mesh["tp"], sub_axes=mesh["sub_axes"])
     sizes = {"tp": mesh["tp"]} | {f"tp.{name}": size for name, size in (mesh["sub_axes"] or {}).items()}
     try:
-        source = import_source(plan.path / "model.py")
+        source = import_source(plan.path / "model.py", "shardc_checked_plan")
         memo: Memo = {}
         for index, stage in enumerate(stages):
             make = functools.partial(source.STAGES[index], axis)
@@ -236,15 +235,6 @@ def evaluate(wanted: fx.Node, inputs: dict[str, Tensor]) -> Tensor:
         return known[node]
 
     return value(wanted)
-
-
-def import_source(path: Path) -> ModuleType:
-    """Import an emitted file, under a name of its own."""
-    spec = importlib.util.spec_from_file_location("shardc_checked_plan", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 OBLIGATIONS: dict[str, Callable[[PlanFolder, Stages], Checked]] = {

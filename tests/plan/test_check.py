@@ -1,6 +1,8 @@
 """A plan as it was written is proved; each seeded mistake is refuted, with its place."""
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,24 @@ def test_a_written_plan_is_proved(written: Path) -> None:
     assert certificate.proved
     assert {"layouts", "gradients", "stages", "ties", "schedule", "source"} <= {*certificate.obligations}
     assert all(count > 0 for count in certificate.obligations.values())
+
+
+def test_what_is_judged_is_the_text_not_bytecode_of_the_same_second(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python tells bytecode from its file by second and size: an edit may share both. None is left beside the file."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    names = sorted(path.name for path in folder.iterdir())
+    assert check_folder(folder).proved
+    path = folder / "model.py"
+    before = path.stat()
+    _edit_text(folder, "model.py", "return residual + hidden_states", "return residual - hidden_states")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    assert [finding.obligation for finding in check_folder(folder).findings] == ["source"]
+    with pytest.raises(Refuted):
+        load_plan(folder)
+    assert sorted(path.name for path in folder.iterdir()) == names
 
 
 def _forget_norm(data: dict) -> None:

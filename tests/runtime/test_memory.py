@@ -75,6 +75,8 @@ def without_sync(folder: str, placement: str) -> None:
     with module.state.no_sync():
         for batch in batches[:2]:
             module(**dp_part(module, batch)).loss.backward()
+    waits = not PLACEMENTS[placement].gradients  # sharded ones are reduced all the same
+    assert {chunk.total is None for chunk in module.state.trained} == {waits}
     module(**dp_part(module, batches[2])).loss.backward()
     for batch in batches:
         dense.loss(**batch).backward()
@@ -94,6 +96,31 @@ def without_sync(folder: str, placement: str) -> None:
 def test_gradients_that_wait_are_reduced_once(workers: Workers, tmp_path: Path, placement: str) -> None:
     folder = toy.write_plan(tmp_path / "plan", microbatches=1)
     workers.run(2, f"{HERE}:without_sync", str(folder), placement)
+
+
+def uneven(folder: str, placement: str) -> None:
+    """One dp rank has two micro-batches, the other a single row: both gather and reduce alike."""
+    plan = load_plan(folder)
+    module = plan.build(seed=3, dtype=torch.float64, device="cpu", placement=placement)
+    dense = toy.dense_model(plan, seed=3)
+    batch = toy.batch_of(3, 6, seed=0)
+    loss, expected = module(**dp_part(module, batch)).loss, dense.loss(**batch)
+    torch.testing.assert_close(loss.detach(), expected.detach())
+    loss.backward()
+    expected.backward()
+    module.reduce_gradients()
+    check_gradients(module, dense)
+    with torch.no_grad():
+        torch.testing.assert_close(module(**dp_part(module, batch)).loss, expected.detach())
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("pp", [1, 2])
+def test_dp_ranks_with_unequal_numbers_of_micro_batches(
+    workers: Workers, tmp_path: Path, pp: int, placement: str
+) -> None:
+    folder = toy.write_plan(tmp_path / "plan", pp=pp, microbatches=2)
+    workers.run(2 * pp, f"{HERE}:uneven", str(folder), placement)
 
 
 def low_precision(folder: str, placement: str) -> None:
