@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardc.runtime.errors import ShardcError
 from shardc.runtime.mesh import MeshAxis
 from shardc.runtime.spec import ParameterSpec, PlanSpec
-from shardc.runtime.weights import FolderWeights, SeedWeights
+from shardc.runtime.weights import Weights
 
 CONSTANTS_FILE = "constants.safetensors"
 
@@ -21,7 +21,7 @@ def materialize(
     index: int,
     spec: PlanSpec,
     tp: MeshAxis,
-    weights: FolderWeights | SeedWeights,
+    weights: Weights,
     constants: Path,
     device: torch.device,
     made: dict[str, nn.Parameter],
@@ -66,14 +66,14 @@ def _check_shape(index: int, spec: ParameterSpec, parameter: Tensor, tp: MeshAxi
         )
 
 
-def _constant(name: str, constants: Path, weights: FolderWeights | SeedWeights) -> Tensor:
+def _constant(name: str, constants: Path, weights: Weights) -> Tensor:
     if constants.is_file():
         with safe_open(constants, "pt") as file:
             if name in file.keys():  # noqa: SIM118 -- the file is no mapping
                 return file.get_tensor(name)
-    if isinstance(weights, FolderWeights) and name in weights.file_of:
-        with safe_open(weights.file_of[name], "pt") as file:
-            return file.get_tensor(name)
+    found = weights.buffer(name)
+    if found is not None:
+        return found
     raise ShardcError(
         f"buffer {name} is neither in {CONSTANTS_FILE} of the plan nor in the weights", "compile the plan again"
     )

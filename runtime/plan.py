@@ -23,8 +23,8 @@ from shardc.runtime.pipeline import Pipeline, open_links
 from shardc.runtime.schedule import Schedule
 from shardc.runtime.source import import_source
 from shardc.runtime.spec import PlanSpec, parse_plan, with_dtype
-from shardc.runtime.state import SeparateTensors, TrainingState
-from shardc.runtime.weights import FolderWeights, SeedWeights
+from shardc.runtime.state import SeparateTensors, StateOptions, TrainingState
+from shardc.runtime.weights import FolderWeights, SeedWeights, Weights
 
 SOURCE_FILE = "model.py"
 
@@ -43,27 +43,27 @@ class Plan:
 
     def build(
         self,
-        weights: str | Path | None = None,
+        weights: str | Path | Weights | None = None,
         *,
         seed: int | None = None,
         mesh: Mesh | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         placement: str | None = None,
+        options: StateOptions | None = None,
     ) -> PlanModule:
         """This rank's module. Every rank of the job calls it.
 
-        weights: a Hugging Face folder of safetensors; or seed: random values, the same model under every layout. mesh:
-        None makes one of the plan's sizes, dp taking the remaining ranks. dtype, device: None are the plan's and the
-        mesh's. placement: "ddp", "zero1", "zero2" or "zero3" keeps the training state in flat chunks (runtime.memory),
-        None leaves each parameter a tensor with its own .grad. Raises ShardcError, before any collective, where
-        weights, sizes, placement or source do not fit the plan."""
+        weights: a Hugging Face folder of safetensors, or another source of them; or seed: random values, the same model
+        under every layout. mesh: None makes one of the plan's sizes, dp taking the remaining ranks. dtype, device: None
+        are the plan's and the mesh's. placement: "ddp", "zero1", "zero2" or "zero3" keeps the training state in flat
+        chunks (runtime.memory) as `options` says, None leaves each parameter a tensor with its own .grad.
+        Raises ShardcError, before any collective, where weights, sizes, placement or source do not fit the plan."""
         if (weights is None) == (seed is None):
             raise ShardcError("plan.build needs weights or seed, one of them", "pass weights=<folder>, or seed=0")
         place = None if placement is None else find_placement(placement)
-        source = SeedWeights(seed) if weights is None else FolderWeights(weights)
-        if isinstance(source, FolderWeights):  # on every rank for all stages, so that no rank fails alone
-            source.check(self.spec.parameters.values())
+        source = _weights(weights, seed)
+        source.check(self.spec.parameters.values())  # on every rank for all stages, so that no rank fails alone
         spec = self.spec if dtype is None else with_dtype(self.spec, dtype)
         if mesh is None:
             mesh = Mesh.create(tp=spec.tp, pp=spec.pp, sub_axes=spec.sub_axes, device=device)
@@ -78,7 +78,8 @@ class Plan:
         made: dict[str, nn.Parameter] = {}
         state: TrainingState | None = None
         if place is not None:
-            state = MemoryEngine(stages, spec, mesh, self.schedule, source, device, place, groups)
+            options = options or StateOptions()
+            state = MemoryEngine(stages, spec, mesh, self.schedule, source, device, place, groups, options)
             made.update(state.parameters)
         for index, stage in stages.items():
             materialize(stage, index, spec, mesh.tp, source, self.folder / CONSTANTS_FILE, device, made)
@@ -91,6 +92,12 @@ class Plan:
             state=state or SeparateTensors(made, spec, mesh, self.schedule, groups),
             folder=self.folder,
         )
+
+
+def _weights(weights: str | Path | Weights | None, seed: int | None) -> Weights:
+    if weights is None:
+        return SeedWeights(seed)
+    return FolderWeights(weights) if isinstance(weights, (str, Path)) else weights
 
 
 def load_plan(folder: str | Path, *, prove: Prove | None = None) -> Plan:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -14,6 +16,38 @@ from shardc.runtime.errors import ShardcError
 from shardc.runtime.mesh import Mesh
 from shardc.runtime.schedule import Schedule
 from shardc.runtime.spec import PlanSpec
+from shardc.runtime.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class StateOptions:
+    """How a placement keeps the training state.
+
+    groups: the optimizer's parameter group of each trained parameter by canonical name, those left out are frozen; None
+    is one group of all that require gradients. max_elements: of a chunk. communication_dtype: in which gradients are
+    reduced, None is their own. master_weights: float32 values of parameters in less precision, for the optimizer.
+    overlap: communication runs beside computation. reshard_after_forward: free gathered parameters before backward.
+    """
+
+    groups: Mapping[str, int] | None = None
+    max_elements: int = 2**26
+    communication_dtype: torch.dtype | None = None
+    master_weights: bool = True
+    overlap: bool = True
+    reshard_after_forward: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a dp coord holds of a parameter's tp-local part, flattened: elements [offset, offset + numel) of it.
+
+    On this rank they are the elements [start, start + numel) of `master.data.view(-1)`, and of each tensor that the
+    optimizer keeps of it; master is None for other coords."""
+
+    master: nn.Parameter | None
+    start: int
+    offset: int
+    numel: int
 
 
 class Kept(Protocol):
@@ -53,6 +87,25 @@ class TrainingState(Protocol):
 
     def gradient(self, name: str) -> Tensor | None:
         """Its gradient in the same way, None where it has none."""
+
+
+class OptimizedState(TrainingState, Protocol):
+    """Training state with tensors of its own for an elementwise optimizer: `plan.build(placement=...)`."""
+
+    def masters(self, group: int) -> list[nn.Parameter]:
+        """What the optimizer's parameter group updates on this rank."""
+
+    def step(self, optimizer: torch.optim.Optimizer, scale: Tensor | None = None) -> None:
+        """Update the masters by an optimizer over them, and the parameters from them; scale: 0-d, of the gradients."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward passes leave gradients unreduced, where the placement has them whole."""
+
+    def piece(self, name: str, coord: int | None = None) -> Piece | None:
+        """What a dp coord, None is this rank's, holds of a trained parameter's master; None where it holds nothing."""
+
+    def load(self, weights: Weights) -> None:
+        """Take other values for all parameters and their masters; what the optimizer keeps of them stays."""
 
 
 class SeparateTensors:

@@ -25,8 +25,14 @@ _DEFAULT_STD = 0.02  # of a parameter whose plan says nothing of its initialisat
 class Weights(Protocol):
     """Where the values of parameters come from."""
 
+    def check(self, specs: Iterable[ParameterSpec]) -> None:
+        """Raises ShardcError naming every parameter that is not there, or there in another shape."""
+
     def shard(self, spec: ParameterSpec, tp: MeshAxis, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The part of a parameter that the coord of `tp` holds."""
+        """The part of a parameter that the coord of `tp` holds, a tensor of its own."""
+
+    def buffer(self, name: str) -> Tensor | None:
+        """The value of a buffer, None where it is not there."""
 
 
 class FolderWeights:
@@ -87,12 +93,26 @@ class FolderWeights:
             pieces = [whole[(*before, slice(start, end))] for start, end in spec.shard.runs(tp)]
             return torch.cat(pieces, dim).to(device=device, dtype=dtype)
 
+    def buffer(self, name: str) -> Tensor | None:
+        """Read a buffer, which a checkpoint may hold."""
+        if name not in self.file_of:
+            return None
+        with safe_open(self.file_of[name], "pt") as file:
+            return file.get_tensor(name)
+
 
 class SeedWeights:
     """Random values that depend on the seed and the parameter's name only, so every layout gets the same model."""
 
     def __init__(self, seed: int):
         self.seed = seed
+
+    def check(self, specs: Iterable[ParameterSpec]) -> None:
+        """Every parameter has a value."""
+
+    def buffer(self, name: str) -> Tensor | None:
+        """Buffers are not random."""
+        return None
 
     def shard(self, spec: ParameterSpec, tp: MeshAxis, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Draw the whole parameter in float32 on `device` and keep this rank's part."""

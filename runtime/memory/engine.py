@@ -18,10 +18,8 @@ from shardc.runtime.memory.reduce import GradientReducer
 from shardc.runtime.mesh import Mesh
 from shardc.runtime.schedule import Schedule
 from shardc.runtime.spec import PlanSpec
-from shardc.runtime.state import Kept
+from shardc.runtime.state import Kept, StateOptions
 from shardc.runtime.weights import Weights
-
-DEFAULT_MAX_ELEMENTS = 2**26
 
 
 class MemoryEngine:
@@ -39,19 +37,16 @@ class MemoryEngine:
         device: torch.device,
         placement: Placement,
         tie_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
-        *,
-        groups: Mapping[str, int] | None = None,
-        max_elements: int = DEFAULT_MAX_ELEMENTS,
-        communication_dtype: torch.dtype | None = None,
-        master_weights: bool = True,
+        options: StateOptions,
     ):
-        """stages: on the meta device. groups: parameter group of each trained parameter, default one group of all that
-        require gradients. master_weights: keep float32 values of parameters in less precision."""
+        """stages: on the meta device."""
+        groups = options.groups
         if groups is None:
             groups = {name: 0 for name, parameter in spec.parameters.items() if parameter.requires_grad}
         self.mesh, self.placement = mesh, placement
         units = find_units(stages, spec)
-        layouts = lay_out(units, groups, spec, mesh, schedule, max_elements=max_elements, by_unit=placement.parameters)
+        sizes = {"max_elements": options.max_elements, "by_unit": placement.parameters}
+        layouts = lay_out(units, groups, spec, mesh, schedule, **sizes)
         self.chunks: list[Chunk] = []
         self.parameters: dict[str, nn.Parameter] = {}
         self.slots: dict[str, tuple[Chunk, Slot]] = {}
@@ -66,10 +61,10 @@ class MemoryEngine:
                 view = chunk.slot_view(chunk.flat, slot).data
                 parameter = nn.Parameter(view, requires_grad=chunk.trained)
                 self.parameters[slot.name], self.slots[slot.name] = parameter, (chunk, slot)
-            chunk.fill(values, master_weights)
+            chunk.fill(values, options.master_weights)
             self.chunks.append(chunk)
         self.trained = [chunk for chunk in self.chunks if chunk.trained]
-        self.reducer = GradientReducer(self.trained, placement, mesh, tie_groups, communication_dtype)
+        self.reducer = GradientReducer(self.trained, placement, mesh, tie_groups, options.communication_dtype)
         known = spec.by_any_name()
         readers = [{known[n].name for n, _ in s.named_parameters(remove_duplicate=False)} for s in stages.values()]
         for name, (chunk, slot) in self.slots.items():
