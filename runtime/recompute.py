@@ -4,9 +4,7 @@ A block's `forward` is replaced on the instance, so hooks of the block stay outs
 and a hook on a tensor that the block returned runs before the block is computed again. The default random generators
 are restored for that, which replays dropout, `sharded_rng` included.
 
-torch.compile: set `block.forward = torch.compile(block.forward, dynamic=False)` first, then enable_recompute; the
-compiled forward then runs twice. `dynamic=False`, because micro-batches of two sizes must each run the graph that they
-ran before.
+A compiled forward (compile_blocks) stays inside, and runs twice.
 """
 
 from __future__ import annotations
@@ -79,13 +77,18 @@ def enable_recompute(module: PlanModule, settings: Recompute) -> None:
 def disable_recompute(module: PlanModule) -> None:
     """Give every block the forward back that it had before enable_recompute."""
     for part in module.modules():
-        forward = vars(part).get("forward")
-        if isinstance(forward, partial) and forward.func is _recomputed:
-            (before,) = forward.args
+        if is_recomputed(part):
+            (before,) = part.forward.args
             if before == MethodType(type(part).forward, part):
                 del part.forward
             else:
                 part.forward = before
+
+
+def is_recomputed(part: nn.Module) -> bool:
+    """Whether this module itself was chosen by enable_recompute: its forward is partial(..., the forward before)."""
+    forward = vars(part).get("forward")
+    return isinstance(forward, partial) and forward.func is _recomputed
 
 
 def attention_of(block: nn.Module) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from shardc.models import source_from_config
 from shardc.plan import compile_plan, write_plan
 from shardc.runtime import PlanModule, ShardcError, load_plan
 from shardc.runtime.blocks import blocks_of
+from shardc.runtime.compile_blocks import compile_blocks
 from shardc.runtime.recompute import Recompute, attention_of, disable_recompute, enable_recompute
 from tests.end_to_end.exact import Layout, small
 from tests.runtime import toy
@@ -232,9 +233,12 @@ def test_compiled_forwards_run_again_as_they_ran(attention_only: bool, tmp_path:
         runs["compiled"] += 1
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    for block in blocks_of(module.pipeline.modules[0]).values():
-        for part in attention_of(block) if attention_only else [block]:
-            part.forward = torch.compile(part.forward, dynamic=False, backend=backend)
+    if attention_only:
+        for block in blocks_of(module.pipeline.modules[0]).values():
+            for part in attention_of(block):
+                part.forward = torch.compile(part.forward, dynamic=False, backend=backend)
+    else:
+        compile_blocks(module, backend=backend)
     batch = ids(5, 9)
     plain = step(module, batch, count=False)
     compiled = runs["compiled"]
@@ -249,10 +253,38 @@ def test_recomputed_attention_in_a_compiled_block(tmp_path: Path) -> None:
     batch = ids(5, 9)
     plain = step(module, batch, count=False)
     enable_recompute(module, Recompute(attention_only=True))
-    for block in blocks_of(module.pipeline.modules[0]).values():
-        block.forward = torch.compile(block.forward, dynamic=False, backend="aot_eager")
+    compile_blocks(module, backend="aot_eager")
     compiled = step(module, batch, count=False)
     torch.testing.assert_close(compiled[1], plain[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("recomputes_first", [False, True])
+def test_blocks_that_recompute_are_compiled_inside(recomputes_first: bool, tmp_path: Path) -> None:
+    plan = compile_plan(small("Qwen3-4B", Layout()), microbatches=2, dtype="float32")
+    module = load_plan(write_plan(plan, tmp_path / "plan")).build(seed=3, device="cpu").train()
+    batch = ids(5, 9)
+    plain = step(module, batch, count=False)
+    runs: Counter[str] = Counter()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        runs["compiled"] += 1
+
+        def run(*args: Tensor) -> Any:
+            runs["runs"] += 1
+            return graph(*args)
+
+        return run
+
+    steps = [lambda: enable_recompute(module, Recompute()), lambda: compile_blocks(module, backend=backend)]
+    for prepare in steps if recomputes_first else reversed(steps):
+        prepare()
+    assert_same(plain, step(module, batch, count=False))
+    blocks = len(blocks_of(module.pipeline.modules[0]))
+    assert runs["compiled"] == 2, "equal blocks share a graph of each of the two sizes"
+    assert runs["runs"] == 2 * 2 * blocks
+    disable_recompute(module)
+    assert_same(plain, step(module, batch, count=False))
+    assert runs["runs"] == 3 * 2 * blocks, "still compiled"
 
 
 REFUSED = [
