@@ -26,14 +26,13 @@ class StateOptions:
     groups: the optimizer's parameter group of each trained parameter by canonical name, those left out are frozen; None
     is one group of all that require gradients. max_elements: of a chunk. communication_dtype: in which gradients are
     reduced, None is their own. master_weights: float32 values of parameters in less precision, for the optimizer.
-    overlap: communication runs beside computation. reshard_after_forward: free gathered parameters before backward.
+    reshard_after_forward: free gathered parameters before backward.
     """
 
     groups: Mapping[str, int] | None = None
     max_elements: int = 2**26
     communication_dtype: torch.dtype | None = None
     master_weights: bool = True
-    overlap: bool = True
     reshard_after_forward: bool = True
 
 

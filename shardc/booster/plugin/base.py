@@ -86,8 +86,8 @@ class Plugin:
         return self.recipe.placement in ("ddp", "zero1")
 
     def support_lora(self) -> bool:
-        """Whether adapters can be added to the model: its parameters are whole on each rank."""
-        return self.recipe.tp == 1 and self.recipe.placement in ("ddp", "zero1", "zero2")
+        """Whether Booster.enable_lora may add adapters to the model."""
+        return True
 
     def supported_precisions(self) -> list[str]:
         """What `precision` may be."""

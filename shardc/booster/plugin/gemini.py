@@ -8,7 +8,7 @@ from typing import Any
 from shardc.booster.plugin import arguments as a
 from shardc.booster.plugin.arguments import argument, scaler_of
 from shardc.booster.plugin.base import Plugin
-from shardc.booster.plugin.low_level_zero import ONE_GROUP
+from shardc.booster.plugin.low_level_zero import ONE_GROUP, OVERLAPS
 from shardc.booster.plugin.recipe import Recipe
 
 CHUNKS = "chunks follow the blocks of the model, none larger than min_chunk_size_m"
@@ -67,7 +67,7 @@ class GeminiPlugin(Plugin):
     enable_flash_attention: bool = argument(False, a.FLAG, unused=a.ATTENTION)
     enable_sequence_parallelism: bool = argument(False, a.FLAG)
     enable_jit_fused: bool = argument(False, a.FLAG, unused=a.OWN_CODE)
-    enable_async_reduce: bool = argument(True, a.FLAG)
+    enable_async_reduce: bool = argument(True, a.FLAG, unused=OVERLAPS)
     use_fp8: bool = argument(False, a.FLAG, unused=a.NO_FP8)
     verbose: bool = argument(False, a.FLAG, unused=a.NOT_VERBOSE)
     fp8_communication: bool = argument(False, a.FLAG, unused=a.NO_FP8_SENT)
@@ -83,7 +83,6 @@ class GeminiPlugin(Plugin):
             max_norm=float(self.max_norm),
             scaler=scaler_of(self),
             bucket_elements=int(self.min_chunk_size_m * 2**20),
-            overlap=bool(self.enable_async_reduce),
             force_outputs_fp32=bool(self.force_outputs_fp32),
         )
 

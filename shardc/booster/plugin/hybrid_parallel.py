@@ -12,7 +12,7 @@ import torch
 from shardc.booster.plugin import arguments as a
 from shardc.booster.plugin.arguments import Valid, argument, given, scaler_of
 from shardc.booster.plugin.base import Plugin
-from shardc.booster.plugin.low_level_zero import NEXT_GATHERED
+from shardc.booster.plugin.low_level_zero import NEXT_GATHERED, OVERLAPS
 from shardc.booster.plugin.recipe import GradientCheckpointConfig, PipelineGradientCheckpointConfig, Recipe
 from shardc.booster.plugin.torch_ddp import BUCKET_VIEWS, BUFFERS, CHECKED, GRAPH, UNUSED_PARAMETERS, elements_of
 from shardc.errors import ShardcError
@@ -77,7 +77,7 @@ class HybridParallelPlugin(Plugin):
     zero_bucket_size_in_m: float = argument(12, a.POSITIVE)
     cpu_offload: bool = argument(False, a.FLAG, unused=a.NO_OFFLOAD)
     communication_dtype: torch.dtype | None = argument(None, a.FLOATING)
-    overlap_communication: bool = argument(True, a.FLAG)
+    overlap_communication: bool = argument(True, a.FLAG, unused=OVERLAPS)
     custom_policy: str | Path | None = argument(None, a.ANYTHING)
     pp_style: str = argument("1f1b", a.one_of("1f1b", "gpipe", not_yet=("interleaved", "zbv")))
     num_model_chunks: int = argument(1, a.one_of(1))
@@ -110,7 +110,6 @@ class HybridParallelPlugin(Plugin):
             else elements_of(self.ddp_bucket_cap_mb, precision),
             parallel_output=bool(self.parallel_output),
             recompute=self.gradient_checkpoint_config,
-            overlap=bool(self.overlap_communication),
         )
         self._check_stages(recipe.pp)
         object.__setattr__(self, "tp_size", recipe.tp)

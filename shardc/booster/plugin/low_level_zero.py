@@ -11,7 +11,8 @@ from shardc.booster.plugin.arguments import argument, scaler_of
 from shardc.booster.plugin.base import Plugin
 from shardc.booster.plugin.recipe import Recipe
 
-NEXT_GATHERED = "parameters are gathered beside computation wherever overlap_communication is on"
+OVERLAPS = "gradients are reduced beside computation"
+NEXT_GATHERED = "parameters are gathered beside computation"
 ONE_GROUP = "states are split over all data-parallel ranks"
 
 
@@ -37,7 +38,7 @@ class LowLevelZeroPlugin(Plugin):
     norm_type: float = argument(2.0, a.L2_NORM)
     reduce_bucket_size_in_m: float = argument(12, a.POSITIVE)
     communication_dtype: torch.dtype | None = argument(None, a.FLOATING)
-    overlap_communication: bool = argument(True, a.FLAG)
+    overlap_communication: bool = argument(True, a.FLAG, unused=OVERLAPS)
     overlap_allgather: bool = argument(False, a.FLAG, unused=NEXT_GATHERED)
     cpu_offload: bool = argument(False, a.FLAG, unused=a.NO_OFFLOAD)
     master_weights: bool = argument(True, a.FLAG)
@@ -56,6 +57,5 @@ class LowLevelZeroPlugin(Plugin):
             scaler=scaler_of(self),
             communication_dtype=self.communication_dtype,
             bucket_elements=int(self.reduce_bucket_size_in_m * 2**20),
-            overlap=bool(self.overlap_communication),
             cast_inputs=bool(self.cast_inputs),
         )

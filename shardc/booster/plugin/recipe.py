@@ -22,8 +22,9 @@ PRECISIONS = ("fp16", "bf16", "fp32")
 class ScalerSettings:
     """The dynamic loss scale of fp16; other precisions do not scale.
 
-    hysteresis: overflows in a row of one scale before it is multiplied by backoff_factor. growth_interval: steps
-    without overflow before it is multiplied by growth_factor. The scale stays within [min_scale, max_scale].
+    growth_interval: steps without overflow in a row before the scale is multiplied by growth_factor. hysteresis: of the
+    overflows since then, the first hysteresis - 1 leave it as it is, each later one multiplies it by backoff_factor.
+    The scale stays within [min_scale, max_scale].
     """
 
     initial_scale: float = 2.0**16
@@ -133,8 +134,8 @@ class Recipe:
     precision: "fp16", "bf16" or "fp32"; None keeps the dtype of the model. master_weights: float32 copies of lower
     precision parameters for the optimizer. max_norm: gradients are clipped to this L2 norm; 0 clips nothing.
     communication_dtype: gradients are reduced in it; None is their own. bucket_elements: the largest flat chunk.
-    parallel_output: logits of a training step stay sharded and are not for reading. overlap: communication runs
-    beside computation. force_outputs_fp32, cast_inputs: outputs, floating inputs are cast to float32, to `precision`.
+    parallel_output: logits of a training step stay sharded and are not for reading. force_outputs_fp32, cast_inputs:
+    outputs, floating inputs are cast to float32, to `precision`.
     recompute: which layers recompute activations; None leaves it to the model (gradient_checkpointing_enable).
     """
 
@@ -157,7 +158,6 @@ class Recipe:
     bucket_elements: int = 12 * 2**20
     parallel_output: bool = True
     recompute: GradientCheckpointConfig | None = None
-    overlap: bool = True
     force_outputs_fp32: bool = False
     cast_inputs: bool = True
 
