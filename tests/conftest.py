@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +11,9 @@ import torch
 from hypothesis import settings
 
 from tests.workers import Workers
+
+# Plans that boost compiles are not the user's, nor an older session's; rank processes inherit the variable.
+os.environ["SHARDC_CACHE"] = tempfile.mkdtemp(prefix="shardc_cache_")
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("repeatable")

@@ -1,0 +1,180 @@
+"""The plan of a live model under a plugin: compiled by rank 0 once, kept on disk, the same on every rank."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardc.booster.module_weights import ModuleWeights
+from shardc.booster.plan_cache import PlanCache, key_of
+from shardc.booster.plugin import Recipe
+from shardc.errors import ShardcError
+from shardc.models.live import source_from_module
+from shardc.models.source import hf_config
+from shardc.plan import load_plan
+from shardc.runtime.plan import Plan
+from shardc.runtime.weights import Weights
+
+if TYPE_CHECKING:
+    from shardc.plan.compile import CompiledPlan
+    from shardc.policy import Policy
+
+# Plans are compiled in the dtypes of training; what is built from one may have another (float64 in tests).
+_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def plan_for(model: nn.Module, recipe: Recipe, dtype: torch.dtype, *, microbatches: int | None) -> Plan:
+    """The plan that trains `model` as `recipe` says. Every rank calls it; rank 0 compiles, where no cache has it.
+
+    microbatches: parts of a batch, None is the compiler's number. With recipe.plan nothing is compiled: that plan is
+    compared with the model. Raises ShardcError, the same on every rank, for a model that cannot be compiled, a plan of
+    another model, and sizes that do not divide the job.
+    """
+    _check_sizes(recipe)
+    if recipe.plan is not None:
+        _check_plan(recipe.plan, model)
+        return recipe.plan
+    cache = PlanCache()
+    name = _DTYPES.get(dtype, "float32")
+    key, files = _on_rank_0(lambda: _files(model, recipe, name, microbatches, cache))
+    return load_plan(cache.folder(key, files))
+
+
+def weights_of(model: nn.Module) -> Weights:
+    """The values of the model's parameters, read when they are needed: the model must not change until then."""
+    return ModuleWeights(model)
+
+
+# -- compiling ---------------------------------------------------------------------------------------------------------
+def _files(
+    model: nn.Module, recipe: Recipe, dtype: str, microbatches: int | None, cache: PlanCache
+) -> tuple[str | None, dict[str, bytes]]:
+    """The plan's files, from the cache or compiled, and their key in the cache."""
+    settings = {
+        "tp": recipe.tp,
+        "pp": recipe.pp,
+        "sp": recipe.sequence_parallel,
+        "schedule": recipe.schedule,
+        "microbatches": microbatches,
+        "dtype": dtype,
+    }
+    key = key_of(model, {**settings, "layers": recipe.layers_per_stage}, recipe.policy)
+    files = cache.read(key)
+    if files is None:
+        files = _compile(model, recipe, settings)
+        cache.write(key, files)
+    return key, files
+
+
+def _compile(model: nn.Module, recipe: Recipe, settings: dict[str, Any]) -> dict[str, bytes]:
+    from shardc.plan.compile import compile_plan
+    from shardc.plan.folder import plan_files
+
+    source = source_from_module(model)
+    sizes = f"tp {recipe.tp}, pp {recipe.pp}"
+    print(f"shardc: compiling {source.name} for {sizes} ...", file=sys.stderr, flush=True)
+    start = time.perf_counter()
+    compiled = compile_plan(source, policy=_policy(source, recipe), **settings)
+    _check_layers(compiled, recipe)
+    files = plan_files(compiled)
+    print(f"shardc: proved in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    return files
+
+
+def _policy(source: Any, recipe: Recipe) -> Policy | None:
+    """The policy that the recipe names, with its layers of each stage as cuts; None is the model's own."""
+    from shardc.plan.compile import choose_policy
+
+    if recipe.policy is None and recipe.layers_per_stage is None:
+        return None
+    policy = choose_policy(source, None if recipe.policy is None else str(recipe.policy), recipe.tp)
+    if recipe.layers_per_stage is None:
+        return policy
+    return replace(policy, cuts=tuple(itertools.accumulate(recipe.layers_per_stage[:-1])))
+
+
+def _check_layers(compiled: CompiledPlan, recipe: Recipe) -> None:
+    layers, blocks = recipe.layers_per_stage, len(compiled.costs.blocks)
+    if layers is not None and sum(layers) != blocks:
+        raise ShardcError(
+            f"num_layers_per_stage={list(layers)}: {sum(layers)} layers, {compiled.source.name} has {blocks}",
+            "give each stage its number of layers, or leave it out: stages are then balanced by cost",
+        )
+
+
+# -- agreeing ----------------------------------------------------------------------------------------------------------
+def _on_rank_0(make: Any) -> Any:
+    """What make() gives on rank 0, on every rank; where it fails, every rank raises its error."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+    shared: list[Any] = [None, None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            shared = [make(), None]
+        except ShardcError as error:
+            failure, shared = error, [None, (error.problem, error.advice)]
+        except Exception as error:  # raised again below, after the other ranks know
+            failure, shared = error, [None, (f"rank 0 failed: {type(error).__name__}: {error}", "")]
+    dist.broadcast_object_list(shared)
+    result, problem = shared
+    if failure is not None:
+        raise failure
+    if problem is not None:
+        raise ShardcError(*problem)
+    return result
+
+
+def _check_sizes(recipe: Recipe) -> None:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world % (recipe.tp * recipe.pp):
+        raise ShardcError(
+            f"boost: tp_size={recipe.tp} * pp_size={recipe.pp} does not divide the {world} process(es) of this job",
+            f"start a multiple of {recipe.tp * recipe.pp} processes (shardc run --nproc_per_node "
+            f"{recipe.tp * recipe.pp}), after shardc.launch_from_torch()",
+        )
+
+
+# -- a plan that the user brings ---------------------------------------------------------------------------------------
+def _check_plan(plan: Plan, model: nn.Module) -> None:
+    """Raises ShardcError where the plan is of a model with another config or other parameters."""
+    advice = f"compile a plan of this model, or load the model of {plan.folder}"
+    config = hf_config(model)
+    if config is not None:
+        wanted = json.loads((plan.folder / "config.json").read_text())
+        given = json.loads(config.to_json_string(use_diff=False))
+        shown = [
+            f"{name} is {given[name]!r}, the plan has {wanted[name]!r}"
+            for name in sorted(wanted.keys() & given.keys())
+            if name not in _NOT_OF_THE_MODEL and wanted[name] != given[name]
+        ]
+        if shown:
+            raise ShardcError(f"boost: {'; '.join(shown)}", advice)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    for name, spec in sorted(plan.spec.parameters.items()):
+        found = next((shapes[known] for known in (name, *spec.aliases) if known in shapes), None)
+        if found != spec.shape:
+            state = "is missing in the model" if found is None else f"is {list(found)}, the plan has {list(spec.shape)}"
+            raise ShardcError(f"boost: {name} {state}", advice)
+
+
+# What a config says of how it was loaded, saved, or used for generation.
+_NOT_OF_THE_MODEL = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+}
