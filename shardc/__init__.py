@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardc.lazy import lazy_init
     from shardc.plan import compile_plan, load_plan, verify
     from shardc.runtime.errors import ShardcError
     from shardc.runtime.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
@@ -20,6 +21,7 @@ _HOMES = {
     "launch_from_openmpi": "shardc.runtime.launch",
     "launch_from_slurm": "shardc.runtime.launch",
     "launch_from_torch": "shardc.runtime.launch",
+    "lazy_init": "shardc.lazy",
     "load_plan": "shardc.plan",
     "verify": "shardc.plan",
 }
@@ -32,6 +34,7 @@ __all__ = [
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
+    "lazy_init",
     "load_plan",
     "verify",
 ]

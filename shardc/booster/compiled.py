@@ -17,11 +17,12 @@ from shardc.booster.module_weights import ModuleWeights
 from shardc.booster.plan_cache import PlanCache, key_of
 from shardc.booster.plugin import Recipe
 from shardc.errors import ShardcError
+from shardc.lazy import origin_of
 from shardc.models.live import source_from_module
-from shardc.models.source import hf_config
+from shardc.models.source import hf_config, without_peft
 from shardc.plan import load_plan
 from shardc.runtime.plan import Plan
-from shardc.runtime.weights import Weights
+from shardc.runtime.weights import SeedWeights, Weights
 
 if TYPE_CHECKING:
     from shardc.plan.compile import CompiledPlan
@@ -49,8 +50,13 @@ def plan_for(model: nn.Module, recipe: Recipe, dtype: torch.dtype, *, microbatch
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """The values of the model's parameters, read when they are needed: the model must not change until then."""
-    return ModuleWeights(model)
+    """The values of the model's parameters, read when a plan is built. Every rank calls it.
+
+    Those of a model of lazy_init come from its folder, or from rank 0's seed."""
+    origin = origin_of(without_peft(model))
+    if isinstance(origin, SeedWeights):
+        origin = SeedWeights(_on_rank_0(lambda: origin.seed))
+    return ModuleWeights(model, origin)
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------------

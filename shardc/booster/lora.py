@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -54,12 +55,32 @@ def enable_lora(
         raise ShardcError(f"enable_lora: {pretrained_dir} holds no adapter_config.json", _ADVICE)
     config = peft.PeftConfig.from_pretrained(pretrained_dir) if lora_config is None else lora_config
     check_lora_config(config)
+    is_lazy = any(parameter.is_meta for parameter in model.parameters())
     if pretrained_dir is None:
         adapted = peft.get_peft_model(model, config)
+        if is_lazy:
+            _draw_values(adapted)
     else:
-        adapted = peft.PeftModel.from_pretrained(model, pretrained_dir, is_trainable=True, config=config)
+        adapted = peft.PeftModel.from_pretrained(
+            model, pretrained_dir, is_trainable=True, config=config, low_cpu_mem_usage=is_lazy
+        )
     check_adapters(adapted)
     return adapted
+
+
+def _draw_values(model: PeftModel) -> None:
+    """Give adapters the values that peft begins with: beside a weight on meta it leaves them there."""
+    ((adapter, config),) = model.peft_config.items()
+    for module in model.modules():
+        if not hasattr(module, "reset_lora_parameters"):
+            continue
+        for parts in (module.lora_A, module.lora_B, module.lora_embedding_A, module.lora_embedding_B):
+            if isinstance(parts, nn.ModuleDict):
+                parts.to_empty(device="cpu")
+            else:
+                for key, value in parts.items():
+                    parts[key] = nn.Parameter(torch.empty_like(value, device="cpu"))
+        module.reset_lora_parameters(adapter, config.init_lora_weights)
 
 
 def saved_names(names: Iterable[str], peft_config: LoraConfig) -> dict[str, str]:
