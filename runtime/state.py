@@ -103,6 +103,9 @@ class OptimizedState(TrainingState, Protocol):
     def piece(self, name: str, coord: int | None = None) -> Piece | None:
         """What a dp coord, None is this rank's, holds of a trained parameter's master; None where it holds nothing."""
 
+    def publish(self) -> None:
+        """Bring the masters' values to where modules read them, after they were changed. Every rank calls it."""
+
     def load(self, weights: Weights) -> None:
         """Take other values for all parameters and their masters; what the optimizer keeps of them stays."""
 

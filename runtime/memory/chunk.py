@@ -69,6 +69,18 @@ class Chunk:
         if self.placement.parameters:
             self.release()
 
+    def load(self, values: Tensor) -> None:
+        """Take other values, as `fill` does, into the tensors that are there."""
+        with torch.no_grad():
+            if self.placement.parameters:
+                self.release()
+                self.shard.copy_(values[self.start : self.start + self.part])
+            else:
+                self.flat.copy_(values)
+            if self.master is not None:
+                start, end = self.owned
+                self.master.copy_(values[start:end])
+
     def gather(self) -> None:
         """Begin to make flat whole, unless it is; `wait` ends it."""
         if self.is_gathered or self._arriving is not None:

@@ -16,9 +16,10 @@ from shardc.runtime.memory.layout import Slot, find_units, lay_out, overlaps, ru
 from shardc.runtime.memory.placement import Placement
 from shardc.runtime.memory.reduce import GradientReducer
 from shardc.runtime.mesh import Mesh
+from shardc.runtime.pieces import gather_pieces
 from shardc.runtime.schedule import Schedule
 from shardc.runtime.spec import PlanSpec
-from shardc.runtime.state import Kept, StateOptions
+from shardc.runtime.state import Kept, Piece, StateOptions
 from shardc.runtime.weights import Weights
 
 
@@ -43,25 +44,21 @@ class MemoryEngine:
         groups = options.groups
         if groups is None:
             groups = {name: 0 for name, parameter in spec.parameters.items() if parameter.requires_grad}
-        self.mesh, self.placement = mesh, placement
+        self.spec, self.mesh, self.placement = spec, mesh, placement
         units = find_units(stages, spec)
         sizes = {"max_elements": options.max_elements, "by_unit": placement.parameters}
         layouts = lay_out(units, groups, spec, mesh, schedule, **sizes)
         self.chunks: list[Chunk] = []
         self.parameters: dict[str, nn.Parameter] = {}
         self.slots: dict[str, tuple[Chunk, Slot]] = {}
-        wide = torch.promote_types(spec.dtype, torch.float32)
         for layout in layouts:
             chunk = Chunk(layout, placement, mesh.dp, spec.dtype, device)
-            values = torch.zeros(layout.numel, dtype=wide, device=device)
             for slot in layout.slots:
-                value = weights.shard(spec.parameters[slot.name], mesh.tp, wide, device)
-                chunk.slot_view(values, slot).copy_(value)
                 # .data has a version counter of its own: a gather between forward and backward is no change of values.
                 view = chunk.slot_view(chunk.flat, slot).data
                 parameter = nn.Parameter(view, requires_grad=chunk.trained)
                 self.parameters[slot.name], self.slots[slot.name] = parameter, (chunk, slot)
-            chunk.fill(values, options.master_weights)
+            chunk.fill(self._values(chunk, weights), options.master_weights)
             self.chunks.append(chunk)
         self.trained = [chunk for chunk in self.chunks if chunk.trained]
         self.reducer = GradientReducer(self.trained, placement, mesh, tie_groups, options.communication_dtype)
@@ -97,6 +94,26 @@ class MemoryEngine:
     def masters(self, group: int) -> list[nn.Parameter]:
         """What the optimizer's parameter group updates, flat."""
         return [chunk.master for chunk in self.trained if chunk.layout.group == group]
+
+    def piece(self, name: str, coord: int | None = None) -> Piece | None:
+        """What a dp coord, None is this rank's, holds of a trained parameter's master; None where it holds nothing."""
+        if name not in self.slots or not self.slots[name][0].trained:
+            return None
+        chunk, slot = self.slots[name]
+        coord = self.mesh.dp.coord if coord is None else coord
+        return self._part(chunk, slot, coord, split=self.placement.states)
+
+    def load(self, weights: Weights) -> None:
+        """Take other values for all parameters and their masters; what the optimizer keeps of them stays."""
+        for chunk in self.chunks:
+            chunk.load(self._values(chunk, weights))
+
+    def publish(self) -> None:
+        """Bring the masters' values to where modules read them."""
+        for chunk in self.trained:
+            work = chunk.publish()
+            if work is not None:
+                work.wait()
 
     def reduce_gradients(self) -> None:
         """Before a step: reduce what waits, free what is gathered. Every rank calls it."""
@@ -161,25 +178,29 @@ class MemoryEngine:
         grad = self._whole(chunk, slot, chunk.total)
         return None if grad is None else grad.to(chunk.flat.dtype)  # sums may be wider, and are sent as parameters are
 
+    def _values(self, chunk: Chunk, weights: Weights) -> Tensor:
+        """The values of all parameters of a chunk, flat, in the widest dtype that they have."""
+        values = torch.zeros(
+            chunk.layout.numel, dtype=torch.promote_types(self.spec.dtype, torch.float32), device=chunk.flat.device
+        )
+        for slot in chunk.layout.slots:
+            value = weights.shard(self.spec.parameters[slot.name], self.mesh.tp, values.dtype, values.device)
+            chunk.slot_view(values, slot).copy_(value)
+        return values
+
+    def _part(self, chunk: Chunk, slot: Slot, coord: int, *, split: bool) -> Piece | None:
+        """The part of a slot that a dp coord holds in a tensor like `chunk`, whole or split into shards."""
+        start, end = (coord * chunk.part, (coord + 1) * chunk.part) if split else (0, chunk.layout.numel)
+        found = overlaps([slot], start, end)
+        if not found:
+            return None
+        ((_, first, last),) = found
+        master = chunk.master if coord == self.mesh.dp.coord else None
+        return Piece(master, first, start + first - slot.offset, last - first)
+
     def _whole(self, chunk: Chunk, slot: Slot, own: Tensor) -> Tensor | None:
         """A slot of a tensor like `chunk`, whole or this rank's shard of it, on dp coord 0; None on others."""
-        if own.numel() == chunk.layout.numel:
-            return chunk.slot_view(own, slot)
-        parts = []
-        for coord in range(self.mesh.dp.size):
-            start = coord * chunk.part
-            piece = overlaps([slot], start, start + chunk.part)
-            if not piece:
-                continue
-            ((_, first, last),) = piece
-            source = self.mesh.rank_at(dp=coord, pp=self.mesh.pp.coord, tp=self.mesh.tp.coord)
-            target = self.mesh.rank_at(dp=0, pp=self.mesh.pp.coord, tp=self.mesh.tp.coord)
-            if coord == self.mesh.dp.coord == 0:
-                parts.append(own[first:last])
-            elif coord == self.mesh.dp.coord:
-                dist.send(own[first:last].contiguous(), target)
-            elif self.mesh.dp.coord == 0:
-                received = own.new_empty(last - first)
-                dist.recv(received, source)
-                parts.append(received)
-        return torch.cat(parts).view(slot.shape) if self.mesh.dp.coord == 0 else None
+        split = own.numel() != chunk.layout.numel
+        pieces = [self._part(chunk, slot, coord, split=split) for coord in range(self.mesh.dp.size)]
+        flat = gather_pieces(pieces, own, self.mesh, dtype=own.dtype)
+        return flat.view(slot.shape) if flat is not None and self.mesh.dp.coord == 0 else None

@@ -17,6 +17,7 @@ from shardc.errors import ShardcError
 from shardc.runtime import checkpoint
 from shardc.runtime.optimizer_checkpoint import load_optimizer as read_optimizer
 from shardc.runtime.optimizer_checkpoint import save_optimizer as write_optimizer
+from shardc.runtime.replace_folder import replacing_file
 from shardc.runtime.weights import open_weights
 
 
@@ -35,6 +36,7 @@ def save_model(
 ) -> None:
     """A Hugging Face folder, or one file; see Booster.save_model."""
     module = _module(model, "save_model")
+    _refuse_adapters(model, "save_model", "call booster.save_lora_as_pretrained(model, folder)")
     pieces = checkpoint.gather(module.state.parameter, module.spec, module.mesh, module.pipeline.schedule)
     if not shard:
         checkpoint.save_file(Path(path), pieces, module.spec, module.mesh, use_safetensors)
@@ -52,6 +54,7 @@ def save_model(
 def load_model(model: BoostedModel, path: str | Path) -> None:
     """The weights of a folder or a file."""
     module = _module(model, "load_model")
+    _refuse_adapters(model, "load_model", "give the adapters' folder to booster.enable_lora(pretrained_dir=)")
     weights = open_weights(path)
     weights.check(module.spec.parameters.values())
     module.state.load(weights)
@@ -66,7 +69,7 @@ def save_adapters(model: BoostedModel, folder: str | Path) -> None:
     names = saved_names(module.spec.parameters, config)
     spec = replace(module.spec, parameters={name: module.spec.parameters[name] for name in names})
     tensors = dict(checkpoint.gather(module.state.parameter, spec, module.mesh, module.pipeline.schedule))
-    with checkpoint.agreed(module.mesh):
+    with checkpoint.agreed():
         if module.mesh.rank == 0:
             save_adapter(folder, tensors, config)
 
@@ -100,7 +103,7 @@ def save_schedule(lr_scheduler: Any, path: str | Path) -> None:
     path = Path(path)
     with checkpoint.agreed():
         if not dist.is_initialized() or dist.get_rank() == 0:
-            with checkpoint.replacing_file(path) as partial:
+            with replacing_file(path) as partial:
                 torch.save(lr_scheduler.state_dict(), partial)
 
 
@@ -111,6 +114,11 @@ def load_schedule(lr_scheduler: Any, path: str | Path) -> None:
     except FileNotFoundError:
         raise ShardcError(f"load_lr_scheduler: {path} does not exist", "save it by booster.save_lr_scheduler") from None
     lr_scheduler.load_state_dict(state)
+
+
+def _refuse_adapters(model: BoostedModel, caller: str, advice: str) -> None:
+    if model.peft_config is not None:
+        raise ShardcError(f"{caller}: the model has adapters, which no Hugging Face folder of a model holds", advice)
 
 
 def _module(model: Any, caller: str) -> Any:

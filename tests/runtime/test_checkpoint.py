@@ -70,7 +70,7 @@ def test_failed_save_leaves_the_old_folder_whole(tmp_path: Path, monkeypatch: py
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "save_file", killed)
+    monkeypatch.setattr(checkpoint, "save_safetensors", killed)
     with pytest.raises(KeyboardInterrupt):
         module.save_pretrained(tmp_path / "saved")
     assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == before
