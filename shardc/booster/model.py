@@ -56,7 +56,7 @@ class BoostedModel(nn.Module):
         outputs = self.module(**batch) if self.criterion is None else self.module(**batch, criterion=self.criterion)
         if self.float32_outputs:
             outputs.to_float32()
-        if self.after_call is not None and self.training and outputs.loss is not None and torch.is_grad_enabled():
+        if self.after_call is not None and outputs.loss is not None and torch.is_grad_enabled():
             self.after_call(batch, outputs.loss)
         return outputs
 

@@ -1,0 +1,30 @@
+"""Run a user's script as users do: by `shardc run`, or on ranks that run already."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+
+def shardc_run(*arguments: str, cwd: Path, timeout_s: int = 240) -> subprocess.CompletedProcess:
+    """`shardc run ARGUMENTS` in the folder cwd, without a network."""
+    command = [sys.executable, "-m", "shardc.cli.main", "run", *arguments]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cwd / "hf"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, env=os.environ | offline, check=False
+    )
+
+
+def run_script(script: str, arguments: list[str]) -> None:
+    """What one rank of `shardc run` does: the script as __main__, with its arguments, in the script's folder."""
+    import datasets
+
+    folder = Path(script).parent
+    datasets.config.HF_DATASETS_CACHE = str(folder / "hf")
+    with contextlib.chdir(folder), mock.patch.object(sys, "argv", [script, *arguments]):
+        runpy.run_path(script, run_name="__main__")
