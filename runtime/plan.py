@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from shardc.runtime.errors import ShardcError
+from shardc.runtime.fsdp import FSDP, FullyShardedState, check_layout
 from shardc.runtime.gradients import tie_groups
 from shardc.runtime.materialize import CONSTANTS_FILE, materialize
-from shardc.runtime.memory import MemoryEngine, find_placement
+from shardc.runtime.memory import PLACEMENTS, MemoryEngine, find_placement
 from shardc.runtime.mesh import Mesh
 from shardc.runtime.module import PlanModule
 from shardc.runtime.pipeline import Pipeline, open_links
@@ -57,11 +58,14 @@ class Plan:
         weights: a Hugging Face folder of safetensors, or another source of them; or seed: random values, the same model
         under every layout. mesh: None makes one of the plan's sizes, dp taking the remaining ranks. dtype, device: None
         are the plan's and the mesh's. placement: "ddp", "zero1", "zero2" or "zero3" keeps the training state in flat
-        chunks (runtime.memory) as `options` says, None leaves each parameter a tensor with its own .grad.
+        chunks (runtime.memory) as `options` says, "fsdp" lets torch's fully_shard keep it (runtime.fsdp), None leaves
+        each parameter a tensor with its own .grad.
         Raises ShardcError, before any collective, where weights, sizes, placement or source do not fit the plan."""
         if (weights is None) == (seed is None):
             raise ShardcError("plan.build needs weights or seed, one of them", "pass weights=<folder>, or seed=0")
-        place = None if placement is None else find_placement(placement)
+        place = None if placement in (None, FSDP) else find_placement(placement)
+        if placement == FSDP:
+            check_layout(self.spec)
         source = _weights(weights, seed)
         source.check(self.spec.parameters.values())  # on every rank for all stages, so that no rank fails alone
         spec = self.spec if dtype is None else with_dtype(self.spec, dtype)
@@ -77,9 +81,14 @@ class Plan:
         groups = tie_groups(spec, self.schedule, mesh)
         made: dict[str, nn.Parameter] = {}
         state: TrainingState | None = None
+        options = options or StateOptions()
+        if placement == FSDP and mesh.dp.size == 1:
+            place = PLACEMENTS["ddp"]  # one rank has nothing to split
         if place is not None:
-            options = options or StateOptions()
             state = MemoryEngine(stages, spec, mesh, self.schedule, source, device, place, groups, options)
+        elif placement == FSDP:
+            state = FullyShardedState(stages[0], spec, mesh, self.schedule, source, device, options)
+        if state is not None:
             made.update(state.parameters)
         for index, stage in stages.items():
             materialize(stage, index, spec, mesh.tp, source, self.folder / CONSTANTS_FILE, device, made)

@@ -24,7 +24,10 @@ class Placement:
 def find_placement(name: str) -> Placement:
     """The placement called "ddp", "zero1", "zero2" or "zero3". Raises ShardcError for another name."""
     if name not in PLACEMENTS:
-        raise ShardcError(f"placement {name!r} is unknown; valid: {', '.join(PLACEMENTS)}", "use placement='zero1'")
+        # Plan.build knows one more, which is torch's own.
+        raise ShardcError(
+            f"placement {name!r} is unknown; valid: {', '.join(PLACEMENTS)}, fsdp", "use placement='zero1'"
+        )
     return PLACEMENTS[name]
 
 
