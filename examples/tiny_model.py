@@ -33,7 +33,7 @@ def main() -> None:
     rows = [
         {"instruction": f"What does Python's help say of {topic}?", "input": "", "output": paragraph}
         for topic, text in pydoc_data.topics.topics.items()
-        for paragraph in text.split("\n\n")[1:9]  # the first is a heading
+        for paragraph in [part for part in text.split("\n\n")[1:] if 20 < len(part) < 200][:4]  # [0] is a heading
     ]
     (args.folder / "data").mkdir(parents=True, exist_ok=True)
     (args.folder / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

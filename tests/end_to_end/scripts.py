@@ -11,13 +11,11 @@ from pathlib import Path
 from unittest import mock
 
 
-def shardc_run(*arguments: str, cwd: Path, timeout_s: int = 240) -> subprocess.CompletedProcess:
+def shardc_run(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     """`shardc run ARGUMENTS` in the folder cwd, without a network."""
     command = [sys.executable, "-m", "shardc.cli.main", "run", *arguments]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cwd / "hf"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, env=os.environ | offline, check=False
-    )
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cwd / "hf"), "OMP_NUM_THREADS": "1"} | (env or {})
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, env=env, check=False)
 
 
 def run_script(script: str, arguments: list[str]) -> None:
