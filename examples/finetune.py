@@ -21,8 +21,8 @@ from shardc.booster import Booster
 from shardc.booster.plugin import GeminiPlugin, HybridParallelPlugin, TorchDDPPlugin
 
 PLUGINS = {
-    "gemini": lambda: GeminiPlugin(precision="bf16", max_norm=1.0),
-    "hybrid_parallel": lambda: HybridParallelPlugin(tp_size=2, pp_size=1, zero_stage=1, precision="bf16", max_norm=1.0),
+    "gemini": lambda: GeminiPlugin(precision="bf16"),
+    "hybrid_parallel": lambda: HybridParallelPlugin(tp_size=2, pp_size=1, zero_stage=1, precision="bf16"),
     "ddp": lambda: TorchDDPPlugin(),
 }
 
@@ -66,6 +66,7 @@ def main() -> None:
     dataset = load_dataset(args.dataset, split="train")
     arguments = {"tokenizer": tokenizer, "max_length": args.max_length}
     dataset = dataset.map(tokenize, fn_kwargs=arguments, remove_columns=dataset.column_names)
+    dataset = dataset.filter(lambda row: any(label != -100 for label in row["labels"][1:]))  # an answer to learn
     collate = DataCollatorForSeq2Seq(tokenizer)  # pads rows, their labels with -100
     # Divided over the ranks here, so that its length is the number of steps.
     dataloader = plugin.prepare_dataloader(dataset, args.batch_size, shuffle=True, collate_fn=collate)
@@ -82,6 +83,7 @@ def main() -> None:
         for batch in dataloader:
             loss = model(**batch).loss
             booster.backward(loss, optimizer)
+            optimizer.clip_grad_by_norm(1.0)
             optimizer.step()
             lr_scheduler.step()
             optimizer.zero_grad()
