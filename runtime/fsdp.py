@@ -6,9 +6,10 @@ shows them to an optimizer as flat local tensors, and keeps the gradients of cal
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -102,6 +103,8 @@ class FullyShardedState:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # which take a second to import
         from torch.distributed.tensor import DTensor
 
+        # Emitted source writes nothing in place, to views neither.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         dp = DeviceMesh.from_group(self.mesh.dp.group, self.device.type)
         # Inputs are not cast: num_targets and rotary tables are float32.
         policy = MixedPrecisionPolicy(
@@ -164,32 +167,32 @@ class FullyShardedState:
     @contextmanager
     def collect(self, microbatches: int) -> Iterator[Kept]:
         """Inside, backward passes add up on this rank, and are reduced at its end."""
+        if self._waits:  # what other calls left is not this one's
+            self._finish()
         totals, kept = self.gradients, _Kept(self.gradients)
         self.gradients = kept.gradients
         self.stage.set_reshard_after_backward(False)
         try:
-            with self.hold(), self._unreduced():
+            with self.hold(), self.no_sync():
                 yield kept
                 self._finish()
         finally:
             self.stage.set_reshard_after_backward(True)
             self.gradients = totals
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backward passes leave whole gradients on each rank, which saves traffic and costs their memory.
-
-        Calls of several micro-batches reduce theirs all the same."""
-        return nullcontext() if self.several_microbatches else self._unreduced()
-
     @contextmanager
-    def _unreduced(self) -> Iterator[None]:
-        self.reduces = False
-        self.stage.set_requires_gradient_sync(False)
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes leave whole gradients on each rank, which saves traffic and costs their memory."""
+        before = self.reduces
+        self._reduce_in_backward(False)
         try:
             yield
         finally:
-            self.reduces = True
-            self.stage.set_requires_gradient_sync(True)
+            self._reduce_in_backward(before)
+
+    def _reduce_in_backward(self, reduces: bool) -> None:
+        self.reduces = reduces
+        self.stage.set_requires_gradient_sync(reduces)
 
     def _reshard_after_forward(self, reshards: bool) -> None:
         for block in self.blocks:

@@ -89,7 +89,9 @@ class BoostedModel(nn.Module):
         """This rank's parts, to be read."""
         for name, parameter in self.module.named_parameters(prefix, recurse, remove_duplicate):
             if id(parameter) not in self._handles:
-                self._handles[id(parameter)] = _Handle(parameter.detach(), parameter.requires_grad)
+                own = parameter.detach()
+                own = own.to_local() if hasattr(own, "to_local") else own  # fully_shard makes DTensors
+                self._handles[id(parameter)] = _Handle(own, parameter.requires_grad)
             yield name, self._handles[id(parameter)]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -200,6 +201,13 @@ def accumulation(folder: str) -> None:
         call(batches[0])
     forget(module, dense)  # what waits is forgotten too
     call(batches[2])
+    check()
+    with module.state.no_sync():
+        call(batches[0])
+        with module.state.collect(1) as kept:
+            module(**dp_part(module, batches[1])).loss.backward()
+    kept.release(torch.tensor(2.0))
+    (2 * dense.loss(**batches[1])).backward()
     check()
     one, two = (module(**dp_part(module, batch)).loss for batch in batches[:2])
     dense.loss(**batches[0]).backward()
@@ -400,6 +408,25 @@ def reduction_dtypes(folder: str) -> None:
 
 def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(workers: Workers, tmp_path: Path) -> None:
     workers.run(2, f"{HERE}:reduction_dtypes", str(toy.write_plan(tmp_path / "plan", microbatches=1)))
+
+
+def views(folder: str) -> None:
+    """Blocks that return a view, as OPT's: torch warns of what a plan never does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module, dense = build(folder), dense_of(folder)
+        batch = toy.batch_of(4, 6, seed=0)
+        module(**dp_part(module, batch)).loss.backward()
+        dense.loss(**batch).backward()
+        module.reduce_gradients()
+        check_gradients(module, dense)
+
+
+def test_blocks_that_return_views_train_without_a_warning(workers: Workers, tmp_path: Path) -> None:
+    folder = toy.write_plan(tmp_path / "plan", microbatches=1)
+    old = "return hidden_states + self.down(x.cumsum(1) / 4)\n"
+    new = "x = hidden_states + self.down(x.cumsum(1) / 4)\n        return x.flatten().view(x.shape)\n"
+    workers.run(2, f"{HERE}:views", rewrite(folder, lambda data: None, old, new))
 
 
 # -- what is gathered, and when ----------------------------------------------------------------------------------------
