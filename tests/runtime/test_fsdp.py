@@ -245,11 +245,12 @@ def test_gradients_of_micro_batches_are_kept_apart(workers: Workers, tmp_path: P
 
 
 # -- gradients that some ranks do not have -----------------------------------------------------------------------------
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], None], old: str = "", new: str = "") -> str:
-    """The toy's plan with another plan.json, and another line of model.py."""
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], None], lines: dict[str, str] | None = None) -> str:
+    """The toy's plan with another plan.json, and other lines of model.py: old to new."""
     source = (folder / "model.py").read_text()
-    assert old in source
-    source = source.replace(old, new) if old else source
+    for old, new in (lines or {}).items():
+        assert old in source
+        source = source.replace(old, new)
     data = json.loads((folder / "plan.json").read_text())
     change(data)
     data["sha256"]["model.py"] = hashlib.sha256(source.encode()).hexdigest()
@@ -288,9 +289,16 @@ def test_parameters_without_gradient_on_one_rank_or_on_all(
 ) -> None:
     """Ranks reduce the same tensors whatever autograd reached on each; with a frozen embedding at the very end."""
     folder = toy.write_plan(tmp_path / "plan", microbatches=1, frozen=frozen)
-    old = "        x = (x.unflatten(-1, (-1, 3)) * self.gain).flatten(-2)\n"
-    new = old.replace("        x", "        if attention_mask is not None:\n            x", 1)
-    workers.run(2, f"{HERE}:partly_used", rewrite(folder, lambda data: None, old, new), synced)
+    gain = "        x = (x.unflatten(-1, (-1, 3)) * self.gain).flatten(-2)\n"
+    lines = {
+        gain: gain.replace("        x", "        if attention_mask is not None:\n            x", 1),
+        # Blocks have two inputs that backward reaches.
+        "block(hidden_states, attention_mask)": "block(hidden_states, attention_mask, memory)",
+        "forward(self, hidden_states, attention_mask):\n        x = hidden_states * self.norm": (
+            "forward(self, hidden_states, attention_mask, memory):\n        x = (hidden_states + memory) * self.norm"
+        ),
+    }
+    workers.run(2, f"{HERE}:partly_used", rewrite(folder, lambda data: None, lines), synced)
 
 
 # -- ties, groups, precision -------------------------------------------------------------------------------------------
@@ -426,7 +434,7 @@ def test_blocks_that_return_views_train_without_a_warning(workers: Workers, tmp_
     folder = toy.write_plan(tmp_path / "plan", microbatches=1)
     old = "return hidden_states + self.down(x.cumsum(1) / 4)\n"
     new = "x = hidden_states + self.down(x.cumsum(1) / 4)\n        return x.flatten().view(x.shape)\n"
-    workers.run(2, f"{HERE}:views", rewrite(folder, lambda data: None, old, new))
+    workers.run(2, f"{HERE}:views", rewrite(folder, lambda data: None, {old: new}))
 
 
 # -- what is gathered, and when ----------------------------------------------------------------------------------------
