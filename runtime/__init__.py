@@ -20,7 +20,8 @@ from shardc.runtime.layers import (
     vocab_embedding,
 )
 from shardc.runtime.mesh import Mesh, MeshAxis
-from shardc.runtime.module import Output, PlanModule
+from shardc.runtime.module import PlanModule
+from shardc.runtime.output import Output
 from shardc.runtime.plan import Plan, load_plan
 from shardc.runtime.rng import sharded_rng
 from shardc.runtime.shard_map import ShardMap, shard_tensor, unshard_tensor

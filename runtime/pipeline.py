@@ -6,7 +6,7 @@ length in each call, and micro-batches may have different numbers of rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +19,13 @@ from shardc.runtime.mesh import Mesh
 from shardc.runtime.schedule import Action, Kind, Schedule
 from shardc.runtime.spec import StageSpec, TensorSpec
 
+# (micro-batch, loss and logits of the last stage) -> the loss that is used in place of the stage's
+LossOf = Callable[[int, Tensor | None, Tensor], Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """What the last stage gave for a micro-batch: the loss without its graph; logits if there is no backward."""
+    """What the last stage gave for a micro-batch, without its graph. logits: None where they are not kept."""
 
     loss: Tensor | None
     logits: Tensor | None
@@ -38,12 +41,22 @@ class Pipeline:
     mesh: Mesh
     links: Mapping[tuple[int, int], dist.ProcessGroup]
 
-    def run(self, batches: Sequence[Batch], num_targets: Tensor | None, *, backward: bool) -> list[StageResult]:
+    def run(
+        self,
+        batches: Sequence[Batch],
+        num_targets: Sequence[Tensor | None],
+        *,
+        backward: bool,
+        keep_logits: bool = False,
+        loss_of: LossOf | None = None,
+        loss_scale: Tensor | None = None,
+    ) -> list[StageResult]:
         """Run the micro-batches on this rank; returns their results, in order, where the last stage is, else [].
 
-        batches: on this rank's device, the same on all ranks of the pipeline. num_targets: 0-d, handed to the last
-        stage. backward: True also runs every backward and adds to .grad of the parameters."""
-        call = _Call(self, batches, num_targets, backward)
+        batches: on this rank's device, the same on all ranks of the pipeline. num_targets: 0-d, of each micro-batch,
+        handed to the last stage. backward: True also runs every backward and adds to .grad of the parameters.
+        loss_scale: 0-d, multiplies these gradients; None is 1."""
+        call = _Call(self, batches, num_targets, backward, keep_logits, loss_of, loss_scale)
         for action in self.schedule.actions(self.mesh.pp.coord, num_microbatches=len(batches), backward=backward):
             if action.kind is Kind.FORWARD:
                 call.forward(action.stage, action.microbatch)
@@ -83,8 +96,18 @@ def open_links(schedule: Schedule, mesh: Mesh) -> dict[tuple[int, int], dist.Pro
 class _Call:
     """The tensors in flight during one call. Keys are (stage, micro-batch)."""
 
-    def __init__(self, pipeline: Pipeline, batches: Sequence[Batch], num_targets: Tensor | None, backward: bool):
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        batches: Sequence[Batch],
+        num_targets: Sequence[Tensor | None],
+        backward: bool,
+        keep_logits: bool,
+        loss_of: LossOf | None,
+        loss_scale: Tensor | None,
+    ):
         self.pipeline, self.batches, self.num_targets, self.with_backward = pipeline, batches, num_targets, backward
+        self.keep_logits, self.loss_of, self.loss_scale = keep_logits, loss_of, loss_scale
         self.results: dict[int, StageResult] = {}
         self.received: dict[tuple[int, int], list[Tensor]] = {}
         self.outputs: dict[tuple[int, int], list[Tensor]] = {}
@@ -102,27 +125,32 @@ class _Call:
         received = self.received.get(key, []) if self.with_backward else self.received.pop(key, [])
         for tensor in received:
             tensor.requires_grad_(self.with_backward)
-        inputs = stage_inputs(spec, self.batches[microbatch], self.num_targets)
+        inputs = stage_inputs(spec, self.batches[microbatch], self.num_targets[microbatch])
         inputs |= {sent.name: tensor for sent, tensor in zip(spec.receives, received, strict=True)}
         with torch.set_grad_enabled(self.with_backward):
             outputs = self.pipeline.modules[stage](**inputs)
-        if spec.logits is not None:
-            loss, logits = outputs
-            kept_logits = None if self.with_backward else logits
-            self.results[microbatch] = StageResult(None if loss is None else loss.detach(), kept_logits)
-            outputs = (loss,)
-        else:
+            if spec.logits is not None:
+                outputs = (self._finish(microbatch, *outputs),)
+        if spec.logits is None:
             self.outputs[key] = [tensor.detach().contiguous() for tensor in outputs]
             self._check_outputs(spec, microbatch, self.outputs[key])
         if self.with_backward:
             self.edges[key] = [get_gradient_edge(out) if out.requires_grad else None for out in outputs]
+
+    def _finish(self, microbatch: int, loss: Tensor | None, logits: Tensor) -> Tensor | None:
+        """Note what the last stage returned; returns the loss."""
+        if self.loss_of is not None:
+            loss = self.loss_of(microbatch, loss, logits)
+        kept_logits = logits.detach() if self.keep_logits else None
+        self.results[microbatch] = StageResult(None if loss is None else loss.detach(), kept_logits)
+        return loss
 
     def backward(self, stage: int, microbatch: int) -> None:
         key = (stage, microbatch)
         self._wait(Action(stage, Kind.RECV_B, microbatch))
         if self.pipeline.specs[stage].logits is not None:
             loss = self.results[microbatch].loss
-            grads = [torch.ones_like(loss)]
+            grads = [torch.ones_like(loss) if self.loss_scale is None else self.loss_scale.to(loss.dtype)]
         else:
             grads = self.output_grads.pop(key)
         edges = self.edges.pop(key)

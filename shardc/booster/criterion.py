@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.runtime.module import Output
+from shardc.runtime.output import Output
 
 
 class BoostedCriterion:
@@ -27,3 +28,14 @@ class BoostedCriterion:
                 "call it as criterion(outputs, batch) with what the model returned, or use outputs.loss",
             )
         return outputs.loss
+
+
+@dataclass(frozen=True, slots=True)
+class InFloat32:
+    """The user's function, given outputs in float32, as the caller of the model is."""
+
+    function: Callable[[Any, Any], Tensor]
+
+    def __call__(self, outputs: Output, batch: Mapping[str, Any]) -> Tensor:
+        outputs.to_float32()
+        return self.function(outputs, batch)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from shardc.booster.criterion import InFloat32
 from shardc.errors import ShardcError
 from shardc.runtime.compile_blocks import compile_blocks
 from shardc.runtime.module import PlanModule
@@ -53,7 +54,10 @@ class BoostedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model of transformers: loss over the global batch where labels are given. See PlanModule.forward."""
         batch = self._batch(args, kwargs)
-        outputs = self.module(**batch) if self.criterion is None else self.module(**batch, criterion=self.criterion)
+        criterion = self.criterion
+        if criterion is not None and self.float32_outputs:
+            criterion = InFloat32(criterion)
+        outputs = self.module(**batch, criterion=criterion)
         if self.float32_outputs:
             outputs.to_float32()
         if self.after_call is not None and outputs.loss is not None and torch.is_grad_enabled():
