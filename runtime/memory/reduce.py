@@ -65,8 +65,9 @@ class GradientReducer:
         self._expected[chunk] += num_stages
         self._missing[chunk] += num_stages
 
-        def arrived(_: Tensor) -> None:
-            grad, parameter.grad = parameter.grad, None
+        # It must not hold the parameter, which holds the hook where no garbage collector looks.
+        def arrived(reached: Tensor) -> None:
+            grad, reached.grad = reached.grad, None
             if self.kept is None and not self._is_running:  # the first of a backward pass
                 self._is_running = True
                 Variable._execution_engine.queue_callback(self._end_backward)

@@ -55,15 +55,15 @@ def enable_lora(
         raise ShardcError(f"enable_lora: {pretrained_dir} holds no adapter_config.json", _ADVICE)
     config = peft.PeftConfig.from_pretrained(pretrained_dir) if lora_config is None else lora_config
     check_lora_config(config)
-    is_lazy = any(parameter.is_meta for parameter in model.parameters())
-    if pretrained_dir is None:
+    if any(parameter.is_meta for parameter in model.parameters()):  # of lazy_init
         adapted = peft.get_peft_model(model, config)
-        if is_lazy:
-            _draw_values(adapted)
+        _draw_values(adapted)
+        if pretrained_dir is not None:
+            peft.set_peft_model_state_dict(adapted, peft.load_peft_weights(str(pretrained_dir), device="cpu"))
+    elif pretrained_dir is None:
+        adapted = peft.get_peft_model(model, config)
     else:
-        adapted = peft.PeftModel.from_pretrained(
-            model, pretrained_dir, is_trainable=True, config=config, low_cpu_mem_usage=is_lazy
-        )
+        adapted = peft.PeftModel.from_pretrained(model, pretrained_dir, is_trainable=True, config=config)
     check_adapters(adapted)
     return adapted
 

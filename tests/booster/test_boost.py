@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 from shardc.booster import Booster, declare_elementwise
-from shardc.booster.plugin import GradientCheckpointConfig, HybridParallelPlugin, TorchDDPPlugin
+from shardc.booster.plugin import GeminiPlugin, GradientCheckpointConfig, HybridParallelPlugin, TorchDDPPlugin
 from shardc.errors import ShardcError
 from shardc.plan.verification import RELATIVE, compare_gradients
 from tests.booster.small import (
@@ -201,6 +203,23 @@ def recomputed(name: str) -> None:
 @pytest.mark.parametrize("name", ["tp2_pp2_zero1", "gemini", "fsdp"])
 def test_gradient_checkpointing(workers: Workers, name: str) -> None:
     workers.run(4, f"{HERE}:recomputed", name)
+
+
+@pytest.mark.parametrize("plugin", [TorchDDPPlugin, GeminiPlugin])
+def test_a_model_that_is_dropped_frees_its_memory(plugin: type) -> None:
+    """A script that boosts another model after it has room for it."""
+
+    def train() -> list[weakref.ref]:
+        model = make_model()
+        booster = Booster(plugin=plugin() if plugin is TorchDDPPlugin else plugin(precision="fp32"))
+        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+        booster.backward(model(**next(iter(make_loader(1)))).loss, optimizer)
+        optimizer.step()
+        return [weakref.ref(chunk) for chunk in model.module.state.chunks]
+
+    chunks = train()
+    gc.collect()
+    assert chunks and all(chunk() is None for chunk in chunks)
 
 
 # -- what boost refuses ------------------------------------------------------------------------------------------------

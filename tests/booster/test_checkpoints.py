@@ -1,0 +1,262 @@
+"""Checkpoints of every plugin: plain transformers reads them, and any other plugin goes on from them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+
+from shardc.booster import Booster
+from shardc.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin
+from shardc.errors import ShardcError
+from tests.booster.small import PLUGINS, ROWS, make_loader, make_model, make_rows, parameter_groups, plugin_named
+from tests.workers import Workers
+
+HERE = "tests.booster.test_checkpoints"
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+def trained_and_saved(name: str, folder: str, tied: bool) -> None:
+    """Two steps, then a folder, small files and one file: from_pretrained gives equal logits."""
+    plugin = plugin_named(name)
+    model = make_model(tie_word_embeddings=tied)
+    booster = Booster(plugin=plugin)
+    loader = make_loader(2, ROWS // plugin.dp_size)
+    model, optimizer, _, loader, _ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2), None, loader)
+    for batch in loader:
+        booster.backward(model(**batch).loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    booster.save_model(model, f"{folder}/whole", shard=True)
+    booster.save_model(model, f"{folder}/one.safetensors")
+    booster.save_model(model, f"{folder}/one.bin")
+    batch = next(iter(make_loader(1)))
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"]).logits
+        if model.module.mesh.rank == 0:
+            again = AutoModelForCausalLM.from_pretrained(f"{folder}/whole").eval()
+            torch.testing.assert_close(again(input_ids=batch["input_ids"]).logits, logits, rtol=1e-5, atol=1e-5)
+            assert _keys(f"{folder}/whole/model.safetensors") == set(make_keys(tied))
+            assert _keys(f"{folder}/one.safetensors") == set(make_keys(tied))
+            assert (Path(folder) / "whole/generation_config.json").is_file()
+            loaded = make_model(tie_word_embeddings=tied)
+            loaded.load_state_dict(torch.load(f"{folder}/one.bin", weights_only=True), strict=not tied)
+            assert _differences(loaded, again) == []
+    for source in ("whole", "one.safetensors", "one.bin"):
+        fresh = make_model(tie_word_embeddings=tied, initializer_range=0.5)
+        fresh, *_ = booster.boost(fresh, torch.optim.SGD(fresh.parameters(), lr=0.1))
+        booster.load_model(fresh, f"{folder}/{source}")
+        with torch.no_grad():
+            assert torch.equal(fresh(input_ids=batch["input_ids"]).logits, logits), source
+
+
+def make_keys(tied: bool) -> list[str]:
+    """What transformers saves of the model."""
+    return [key for key in make_model(tie_word_embeddings=tied).state_dict() if not (tied and key == "lm_head.weight")]
+
+
+def _keys(path: str) -> set[str]:
+    with safe_open(path, "pt") as file:
+        return set(file.keys())
+
+
+def _differences(one: nn.Module, other: nn.Module) -> list[str]:
+    values = dict(other.named_parameters())
+    return [name for name, value in one.named_parameters() if not torch.equal(value, values[name])]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", PLUGINS)
+def test_from_pretrained_reads_what_each_plugin_saves(workers: Workers, name: str, tied: bool, tmp_path: Path) -> None:
+    workers.run(4, f"{HERE}:trained_and_saved", name, str(tmp_path), tied)
+
+
+def test_the_size_of_files_is_honoured(tmp_path: Path) -> None:
+    booster, big = Booster(), make_model(hidden_size=512, num_hidden_layers=4, intermediate_size=256)
+    model, *_ = booster.boost(big)
+    booster.save_model(model, tmp_path / "m", shard=True, size_per_shard=2)
+    files = sorted((tmp_path / "m").glob("*.safetensors"))
+    assert len(files) > 3
+    assert all(file.stat().st_size < 2 * 2**20 + 4096 for file in files)
+    assert _differences(AutoModelForCausalLM.from_pretrained(tmp_path / "m"), big) == []
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    booster, other = Booster(), make_model(intermediate_size=40)
+    other.save_pretrained(tmp_path / "other")
+    model, *_ = booster.boost(make_model())
+    with pytest.raises(ShardcError, match=r"gate_proj\.weight is \[40, 32\], the plan has \[48, 32\]"):
+        booster.load_model(model, tmp_path / "other")
+    with pytest.raises(ShardcError, match="nowhere"):
+        booster.load_model(model, tmp_path / "nowhere")
+    assert _differences(make_model(), _whole(model.module.gather_parameters())) == []
+
+
+def _whole(parameters: dict[str, torch.Tensor]) -> Qwen3ForCausalLM:
+    model = make_model()
+    model.load_state_dict(parameters, strict=False)
+    return model
+
+
+# -- runs that go on ---------------------------------------------------------------------------------------------------
+STEPS, SAVED_AFTER = 8, 3
+
+
+def run_of(plugin: Any, *, accumulate: int = 1) -> tuple[Any, ...]:
+    """Everything of a run over shuffled data: booster, then what boost returns."""
+    model = make_model(attention_dropout=0.0)
+    optimizer = torch.optim.AdamW(list(parameter_groups(model)), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS),
+        ],
+        [4],
+    )
+    loader = DataLoader(make_rows(ROWS * STEPS), batch_size=ROWS // plugin.dp_size, shuffle=True)
+    booster = Booster(plugin=plugin)
+    return booster, *booster.boost(model, optimizer, None, loader, schedule)
+
+
+def train(run: tuple[Any, ...], steps: int, folder: str | None = None) -> list[tuple[float, float]]:
+    """Loss and rate of each step; saves after SAVED_AFTER of them where a folder is given."""
+    booster, model, optimizer, _, loader, schedule = run
+    done = []
+    for batch in loader:
+        loss = model(**batch).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        done.append((loss.item(), optimizer.param_groups[0]["lr"]))
+        if len(done) == SAVED_AFTER and folder is not None:
+            booster.save_model(model, f"{folder}/model", shard=True)
+            booster.save_optimizer(optimizer, f"{folder}/optimizer", shard=True)
+            booster.save_lr_scheduler(schedule, f"{folder}/schedule.pt")
+        if len(done) == steps:
+            break
+    return done
+
+
+def first_run(name: str, precision: str, folder: str) -> list[tuple[float, float]]:
+    """The whole run, which saves in the middle."""
+    return train(run_of(plugin_named(name, precision)), STEPS, folder)
+
+
+def resumed(name: str, precision: str, folder: str) -> list[tuple[float, float]]:
+    """The rest of it, from the folder."""
+    run = run_of(plugin_named(name, precision) if name != "tp4" else HybridParallelPlugin(4, 1, precision=precision))
+    booster, model, optimizer, _, _, schedule = run
+    booster.load_model(model, f"{folder}/model")
+    booster.load_optimizer(optimizer, f"{folder}/optimizer")
+    booster.load_lr_scheduler(schedule, f"{folder}/schedule.pt")
+    return train(run, STEPS - SAVED_AFTER)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_of_tp2_pp2_zero1_goes_on_anywhere(workers: Workers, precision: str, tmp_path: Path) -> None:
+    first = workers.run(4, f"{HERE}:first_run", "tp2_pp2_zero1", precision, str(tmp_path))[0]
+    assert workers.run(4, f"{HERE}:resumed", "tp2_pp2_zero1", precision, str(tmp_path))[0] == first[SAVED_AFTER:], (
+        "bit by bit"
+    )
+    others = ["ddp", "tp4", "zero2", "gemini", "pp2_zero3", "fsdp"] if precision == "fp32" else ["zero2"]
+    for name in others:
+        found = workers.run(4, f"{HERE}:resumed", name, precision, str(tmp_path))[0]
+        tolerance = 1e-5 if precision == "fp32" else 2e-2
+        torch.testing.assert_close(
+            torch.tensor(found), torch.tensor(first[SAVED_AFTER:]), rtol=tolerance, atol=1e-9, msg=name
+        )
+
+
+@pytest.mark.parametrize("name", [name for name in PLUGINS if name != "tp2_pp2_zero1"])
+def test_each_plugin_goes_on_bit_by_bit_on_its_own_layout(workers: Workers, name: str, tmp_path: Path) -> None:
+    first = workers.run(4, f"{HERE}:first_run", name, "fp32", str(tmp_path))[0]
+    assert workers.run(4, f"{HERE}:resumed", name, "fp32", str(tmp_path))[0] == first[SAVED_AFTER:]
+
+
+def test_the_loss_scale_is_restored(tmp_path: Path) -> None:
+    runs = []
+    for resumes in (False, True):
+        run = run_of(LowLevelZeroPlugin(1, "fp16", initial_scale=2.0**30, hysteresis=1))
+        booster, _, optimizer, *_ = run
+        if resumes:
+            booster.load_optimizer(optimizer, tmp_path / "optimizer")
+            assert (optimizer.scaler.value, optimizer.num_steps) == runs[-1]
+        else:
+            train(run, 2)
+            booster.save_optimizer(optimizer, tmp_path / "optimizer")
+            runs.append((optimizer.scaler.value, optimizer.num_steps))
+    assert runs[0][0] < 2**30
+
+
+def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
+    booster, _, optimizer, *_ = run_of(LowLevelZeroPlugin(1, "fp32"))
+    booster.save_optimizer(optimizer, tmp_path / "optimizer")
+    model = make_model()
+    _, other, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ShardcError, match="SGD"):
+        booster.load_optimizer(other, tmp_path / "optimizer")
+
+
+# -- killed saves ------------------------------------------------------------------------------------------------------
+KILLED = """
+import os, signal, sys, torch
+import safetensors.torch
+from shardc.booster import Booster
+from shardc.runtime import checkpoint, optimizer_checkpoint
+from tests.booster.small import make_loader, make_model
+
+kind, folder = sys.argv[1:]
+model = make_model()
+booster = Booster()
+model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+save = {
+    "model": lambda: booster.save_model(model, folder, shard=True, size_per_shard=1),
+    "file": lambda: booster.save_model(model, folder + "/one.safetensors"),
+    "optimizer": lambda: booster.save_optimizer(optimizer, folder),
+}[kind]
+save()
+booster.backward(model(**next(iter(make_loader(1)))).loss, optimizer)
+optimizer.step()
+rename = os.rename
+
+def killed(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+os.replace = os.rename = killed  # everything is written, nothing is in place
+save()
+"""
+
+
+@pytest.mark.parametrize("kind", ["model", "file", "optimizer"])
+def test_a_killed_save_leaves_the_previous_one(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, kind, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    model = make_model()
+    booster = Booster()
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    if kind == "optimizer":
+        booster.load_optimizer(optimizer, folder)
+        assert optimizer.num_steps == 0
+        return
+    booster.load_model(boosted, folder if kind == "model" else folder / "one.safetensors")
+    assert _differences(_whole(boosted.module.gather_parameters()), make_model()) == []
