@@ -248,10 +248,9 @@ class PlanModule(nn.Module):
         return None
 
     def _guarded(self, tensor: Tensor) -> Tensor:
-        """The tensor, as a view: backward_guard is called when backward reaches it."""
+        """The tensor itself: backward_guard is called when backward reaches it, even where it was changed in place."""
         guard = self.backward_guard
         if guard is not None and tensor.requires_grad:
-            tensor = tensor.view_as(tensor)  # logits lead to the loss too
             tensor.register_hook(lambda _: guard())
         return tensor
 

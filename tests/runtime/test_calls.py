@@ -321,7 +321,8 @@ def guarded(folder: str, placement: str | None) -> None:
     assert not calls
     if module.mesh.rank == 0:
         with pytest.raises(ShardcError, match="not here"):
-            (loss / 2).backward()
+            loss /= 2
+            loss.backward()
     is_open.append(1)
     module.zero_grad()
     module(**dp_part(module, batch)).loss.backward()
@@ -410,7 +411,6 @@ def test_one_process_with_nothing_split_goes_backward_through_its_logits(tmp_pat
     smoothed(dense(batch["input_ids"]), batch["labels"]).backward()
     module.reduce_gradients()
     check_gradients(module, dense)
-    assert asked == [1]
 
 
 # -- outputs -----------------------------------------------------------------------------------------------------------
