@@ -6,15 +6,19 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardc.booster.agreement import on_rank_0, take_values_of_rank_0
 from shardc.booster.module_weights import ModuleWeights
-from shardc.booster.plan_cache import PlanCache, key_of
+from shardc.booster.plan_cache import PlanCache
+from shardc.booster.plan_key import key_of, replaced_functions
 from shardc.booster.plugin import Recipe
 from shardc.errors import ShardcError
 from shardc.lazy import origin_of
@@ -41,21 +45,24 @@ def plan_for(model: nn.Module, recipe: Recipe, dtype: torch.dtype, *, microbatch
     """
     _check_sizes(recipe)
     if recipe.plan is not None:
-        _check_plan(recipe.plan, model)
+        on_rank_0(lambda: _check_plan(recipe.plan, model))
         return recipe.plan
     cache = PlanCache()
     name = _DTYPES.get(dtype, "float32")
-    key, files = _on_rank_0(lambda: _files(model, recipe, name, microbatches, cache))
+    key, files = on_rank_0(lambda: _files(model, recipe, name, microbatches, cache))
     return load_plan(cache.folder(key, files))
 
 
 def weights_of(model: nn.Module) -> Weights:
     """The values of the model's parameters, read when a plan is built. Every rank calls it.
 
-    Those of a model of lazy_init come from its folder, or from rank 0's seed."""
+    Where ranks have other values than rank 0, they take its own, as in DistributedDataParallel. Those of a model of
+    lazy_init come from its folder, or from rank 0's seed. What is built has tensors of its own: the live model keeps
+    its memory until the script drops it (`del model`, or the name bound to what boost returns)."""
+    take_values_of_rank_0(model)
     origin = origin_of(without_peft(model))
     if isinstance(origin, SeedWeights):
-        origin = SeedWeights(_on_rank_0(lambda: origin.seed))
+        origin = SeedWeights(on_rank_0(lambda: origin.seed))
     return ModuleWeights(model, origin)
 
 
@@ -72,12 +79,32 @@ def _files(
         "microbatches": microbatches,
         "dtype": dtype,
     }
-    key = key_of(model, {**settings, "layers": recipe.layers_per_stage}, recipe.policy)
+    _check_functions(model)
+    key = key_of(model, {**settings, "layers": recipe.layers_per_stage}, _text(recipe.policy))
     files = cache.read(key)
     if files is None:
         files = _compile(model, recipe, settings)
         cache.write(key, files)
     return key, files
+
+
+def _text(policy: str | Path | None) -> str | None:
+    try:
+        return None if policy is None else Path(policy).read_text()
+    except OSError as error:
+        raise ShardcError(
+            f"policy {policy}: {error.strerror}", "give the path of a file; `shardc policy show llama` prints one"
+        ) from error
+
+
+def _check_functions(model: nn.Module) -> None:
+    """Raises ShardcError where a transformers model has functions that building it from its config leaves out."""
+    name = next(replaced_functions(model), None) if hf_config(model) is not None else None
+    if name is not None:
+        raise ShardcError(
+            f"boost: {name} was set on this one model, and is not compiled",
+            "change it in its class before the model is made, or give boost a criterion in place of a loss function",
+        )
 
 
 def _compile(model: nn.Module, recipe: Recipe, settings: dict[str, Any]) -> dict[str, bytes]:
@@ -116,29 +143,7 @@ def _check_layers(compiled: CompiledPlan, recipe: Recipe) -> None:
         )
 
 
-# -- agreeing ----------------------------------------------------------------------------------------------------------
-def _on_rank_0(make: Any) -> Any:
-    """What make() gives on rank 0, on every rank; where it fails, every rank raises its error."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return make()
-    shared: list[Any] = [None, None]
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            shared = [make(), None]
-        except ShardcError as error:
-            failure, shared = error, [None, (error.problem, error.advice)]
-        except Exception as error:  # raised again below, after the other ranks know
-            failure, shared = error, [None, (f"rank 0 failed: {type(error).__name__}: {error}", "")]
-    dist.broadcast_object_list(shared)
-    result, problem = shared
-    if failure is not None:
-        raise failure
-    if problem is not None:
-        raise ShardcError(*problem)
-    return result
-
-
+# -- sizes, and a plan that the user brings ----------------------------------------------------------------------------
 def _check_sizes(recipe: Recipe) -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world % (recipe.tp * recipe.pp):
@@ -149,34 +154,58 @@ def _check_sizes(recipe: Recipe) -> None:
         )
 
 
-# -- a plan that the user brings ---------------------------------------------------------------------------------------
 def _check_plan(plan: Plan, model: nn.Module) -> None:
     """Raises ShardcError where the plan is of a model with another config or other parameters."""
-    advice = f"compile a plan of this model, or load the model of {plan.folder}"
     config = hf_config(model)
-    if config is not None:
-        wanted = json.loads((plan.folder / "config.json").read_text())
-        given = json.loads(config.to_json_string(use_diff=False))
-        shown = [
-            f"{name} is {given[name]!r}, the plan has {wanted[name]!r}"
-            for name in sorted(wanted.keys() & given.keys())
-            if name not in _NOT_OF_THE_MODEL and wanted[name] != given[name]
-        ]
-        if shown:
-            raise ShardcError(f"boost: {'; '.join(shown)}", advice)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    problems = [] if config is None else _other_fields(plan, config)
+    problems = problems or list(_other_parameters(plan, model))
+    if problems:
+        more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
+        raise ShardcError(
+            f"boost: {'; '.join(problems[:4])}{more}",
+            f"compile a plan of this model, or load the model of {plan.folder}",
+        )
+
+
+def _other_fields(plan: Plan, config: Any) -> list[str]:
+    wanted = json.loads((plan.folder / "config.json").read_text())
+    given = json.loads(config.to_json_string(use_diff=False))
+    return [
+        f"{name} is {given[name]!r}, the plan has {wanted[name]!r}"
+        for name in sorted(wanted.keys() & given.keys())
+        if name not in _NOT_OF_THE_MODEL and wanted[name] != given[name]
+    ]
+
+
+def _other_parameters(plan: Plan, model: nn.Module) -> Iterator[str]:
+    live = dict(model.named_parameters(remove_duplicate=False))
+    known = plan.spec.by_any_name()
+    first: dict[int, str] = {}
     for name, spec in sorted(plan.spec.parameters.items()):
-        found = next((shapes[known] for known in (name, *spec.aliases) if known in shapes), None)
-        if found != spec.shape:
-            state = "is missing in the model" if found is None else f"is {list(found)}, the plan has {list(spec.shape)}"
-            raise ShardcError(f"boost: {name} {state}", advice)
+        found = {known_as: live[known_as] for known_as in (name, *spec.aliases) if known_as in live}
+        if not found:
+            yield f"{name} is missing in the model"
+            continue
+        value, *others = found.values()
+        if tuple(value.shape) != spec.shape:
+            yield f"{name} is {list(value.shape)}, the plan has {list(spec.shape)}"
+        if any(other is not value for other in others):
+            yield f"{' and '.join(found)} are one parameter in the plan, not in the model"
+        same = first.setdefault(id(value), name)
+        if same != name:
+            yield f"{same} and {name} are one parameter in the model, not in the plan"
+        if value.requires_grad and not spec.requires_grad:
+            yield f"{name} is trained, the plan has it frozen"
+    yield from (f"{name} is not in the plan" for name in live if name not in known)
 
 
 # What a config says of how it was loaded, saved, or used for generation.
 _NOT_OF_THE_MODEL = {
     "_name_or_path",
     "architectures",
+    "bos_token_id",
     "dtype",
+    "eos_token_id",
     "torch_dtype",
     "transformers_version",
     "use_cache",

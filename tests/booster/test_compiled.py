@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import shutil
+import types
+from collections.abc import Callable
 from pathlib import Path
 
 import peft
 import pytest
 import torch
+from torch import nn
+from transformers.models.qwen3 import modeling_qwen3
 
 from shardc.booster import Booster
 from shardc.booster.compiled import plan_for
-from shardc.booster.plan_cache import key_of
+from shardc.booster.plan_cache import PlanCache
+from shardc.booster.plan_key import key_of
 from shardc.booster.plugin import HybridParallelPlugin, Recipe, TorchDDPPlugin
 from shardc.errors import ShardcError
 from shardc.models.live import source_from_module
 from shardc.plan import compile_plan, load_plan, write_plan
+from shardc.runtime.plan import Plan
 from tests.booster.small import make_loader, make_model
 from tests.end_to_end.user_model import Decoder
 from tests.workers import Workers
@@ -40,22 +48,54 @@ def test_the_second_time_nothing_is_compiled(cache: Path, capfd: pytest.CaptureF
     assert [path.name for path in cache.iterdir()] == [first.folder.name], "no partial folders are left"
 
 
-@pytest.mark.parametrize("damage", ["truncated", "deleted", "not json", "empty"])
-def test_a_damaged_plan_is_compiled_again(cache: Path, damage: str, capfd: pytest.CaptureFixture) -> None:
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda folder: (folder / "model.py").write_bytes((folder / "model.py").read_bytes()[:-20]),
+    "deleted": lambda folder: (folder / "schedule.json").unlink(),
+    "not json": lambda folder: (folder / "plan.json").write_text("{"),
+    "empty": lambda folder: [path.unlink() for path in folder.iterdir()],
+}
+
+
+def test_a_damaged_plan_is_compiled_again(cache: Path, capfd: pytest.CaptureFixture) -> None:
     folder = plan_for(make_model(), Recipe(), torch.float32, microbatches=None).folder
-    if damage == "truncated":
-        (folder / "model.py").write_bytes((folder / "model.py").read_bytes()[:-20])
-    elif damage == "deleted":
-        (folder / "schedule.json").unlink()
-    elif damage == "not json":
-        (folder / "plan.json").write_text("{")
-    else:
-        shutil.rmtree(folder)
-        folder.mkdir()
+    files = PlanCache().read(folder.name)
+    for damage in DAMAGES.values():
+        damage(folder)
+        assert PlanCache().read(folder.name) is None
+        PlanCache().write(folder.name, files)
+        assert PlanCache().read(folder.name) == files
+    DAMAGES["truncated"](folder)
     capfd.readouterr()
     again = plan_for(make_model(), Recipe(), torch.float32, microbatches=None)
     assert COMPILES in capfd.readouterr().err
-    assert again.folder == folder and len(list(folder.iterdir())) == 6
+    assert again.folder == folder and PlanCache().read(folder.name) == files
+
+
+def test_a_plan_that_another_job_wrote_meanwhile_stays(cache: Path) -> None:
+    """That job may have read plan.json, and be about to read the rest."""
+    files = {"plan.json": b'{"sha256": {}}'}
+    PlanCache().write("key", files)
+    inode = (cache / "key").stat().st_ino
+    PlanCache().write("key", files)
+    assert (cache / "key").stat().st_ino == inode
+    shutil.rmtree(cache / "key")
+    first = PlanCache()
+    first.read = lambda key: None  # as it was when this job looked
+    (cache / "key").mkdir()
+    (cache / "key" / "plan.json").write_bytes(files["plan.json"])
+    first.write("key", files)
+    assert [path.name for path in cache.iterdir()] == ["key"], "no partial folders are left"
+
+
+def test_without_a_home_plans_last_for_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SHARDC_CACHE")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    files = {"plan.json": b'{"sha256": {}}'}
+    with pytest.warns(UserWarning, match="plans are not kept: there is no home folder"):
+        PlanCache().write("key", files)
+    assert (PlanCache().folder("key", files) / "plan.json").read_bytes() == files["plan.json"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,13 +107,10 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypa
         assert boosted(**next(iter(make_loader(1)))).loss > 0
 
 
-def test_what_decides_a_plan_is_in_its_key(tmp_path: Path) -> None:
-    def key(settings: object = 1, policy: object = None, **changes: object) -> str | None:
+def test_what_decides_a_plan_is_in_its_key() -> None:
+    def key(settings: object = 1, policy: str | None = None, **changes: object) -> str | None:
         return key_of(make_model(**changes), {"tp": settings}, policy)
 
-    policies = [tmp_path / "a.yaml", tmp_path / "b.yaml"]
-    for number, path in enumerate(policies):
-        path.write_text(f"models: [m{number}]\n")
     frozen, moved = make_model(), make_model()
     frozen.model.norm.weight.requires_grad_(False)
     moved.model.layers[0].self_attn.scaling = 0.5
@@ -82,8 +119,8 @@ def test_what_decides_a_plan_is_in_its_key(tmp_path: Path) -> None:
     keys = [
         key(),
         key(2),
-        key(policy=policies[0]),
-        key(policy=policies[1]),
+        key(policy="models: [a]"),
+        key(policy="models: [b]"),
         key(rms_norm_eps=1e-3),
         key(tie_word_embeddings=False),
         key_of(frozen, {"tp": 1}, None),
@@ -96,18 +133,87 @@ def test_what_decides_a_plan_is_in_its_key(tmp_path: Path) -> None:
     with torch.no_grad():
         other_values.model.norm.weight.add_(1)
     assert key() == key_of(other_values.eval(), {"tp": 1}, None)
-    assert key_of(Decoder(), {}, None) is None, "a user's own class may change between runs"
+    other_values.name_or_path = other_values.config.name_or_path = "elsewhere"
+    assert key() == key_of(other_values, {"tp": 1}, None)
 
 
-def test_a_users_own_module_is_compiled_each_time(cache: Path, capfd: pytest.CaptureFixture) -> None:
-    for _ in range(2):
+def scaled_mlp(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return 2 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def wrapped_mlp(of: Callable) -> Callable:
+    """As `scaled_mlp`, by a decorator: it bears the name and the module of what it wraps."""
+
+    @functools.wraps(of)
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return 2 * of(self, x)
+
+    return forward
+
+
+ORIGINAL = modeling_qwen3.Qwen3MLP.forward
+PATCHES = {
+    "a class's forward": (modeling_qwen3.Qwen3MLP, "forward", scaled_mlp),
+    "a forward wrapped": (modeling_qwen3.Qwen3MLP, "forward", wrapped_mlp(ORIGINAL)),
+    "a forward wrapped by torch": (modeling_qwen3.Qwen3MLP, "forward", torch.enable_grad()(scaled_mlp)),
+    "a function beside the classes": (modeling_qwen3, "rotate_half", lambda x: -x),
+    "a static method": (modeling_qwen3.Qwen3RMSNorm, "helper", staticmethod(lambda x: x)),
+    "a property": (modeling_qwen3.Qwen3Attention, "window", property(lambda self: 2)),
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES)
+def test_plans_of_patched_libraries_are_not_kept(patch: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version of transformers no longer tells what the model computes."""
+    assert key_of(make_model(), {}, None) is not None
+    monkeypatch.setattr(*patch, raising=False)
+    assert key_of(make_model(), {}, None) is None
+
+
+def test_a_patched_class_is_compiled_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    Booster().boost(make_model())  # its plan is kept
+    monkeypatch.setattr(modeling_qwen3.Qwen3MLP, "forward", scaled_mlp)
+    boosted, *_ = Booster().boost(make_model())
+    batch = next(iter(make_loader(1)))
+    with torch.no_grad():
+        torch.testing.assert_close(boosted(**batch).logits, make_model()(**batch).logits)
+
+
+@pytest.mark.parametrize("name", ["model.norm.forward", "_loss_function"])
+def test_functions_of_one_model_are_refused(name: str) -> None:
+    """A transformers model is built again from its config, without them."""
+    model = make_model()
+    if name == "_loss_function":
+        model.loss_function = lambda logits, labels, **rest: logits.sum()
+    else:
+        model.model.norm.forward = types.MethodType(lambda self, x: x, model.model.norm)
+    with pytest.raises(ShardcError, match=rf"{name} was set on this one model, and is not compiled"):
+        Booster().boost(model)
+
+
+def module_in(path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("my_model", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_an_edited_model_is_compiled_as_it_is_now(cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """Also where a function or a file changed that the model's class only uses: plans of own classes are not kept."""
+    source = Path(importlib.util.find_spec("tests.end_to_end.user_model").origin).read_text()
+    losses = []
+    for text in (source, source.replace("F.gelu", "F.relu")):
+        (tmp_path / "my_model.py").write_text(text)
+        decoder = module_in(tmp_path / "my_model.py").Decoder
         torch.manual_seed(0)
-        boosted, *_ = Booster().boost(Decoder())
+        model = decoder()
         batch = {key: value.clamp(min=0) for key, value in next(iter(make_loader(1))).items()}
-        torch.manual_seed(0)
+        boosted, *_ = Booster().boost(model)
         with torch.no_grad():
-            torch.testing.assert_close(boosted(**batch).loss, Decoder()(**batch)["loss"])
+            losses.append(boosted(**batch).loss)
+            torch.testing.assert_close(losses[-1], model(**batch)["loss"])
         assert COMPILES in capfd.readouterr().err
+    assert losses[0] != losses[1]
     assert not cache.exists()
 
 
@@ -134,6 +240,12 @@ def test_an_error_of_rank_0_is_raised_on_every_rank(workers: Workers, tmp_path: 
     assert first == second and "no_such_module" in first
 
 
+def test_a_policy_that_is_not_there_is_named(tmp_path: Path) -> None:
+    plugin = HybridParallelPlugin(1, 1, precision="fp32", policy=tmp_path / "my.yaml")
+    with pytest.raises(ShardcError, match=r"policy .*my\.yaml: No such file"):
+        Booster(plugin=plugin).boost(make_model())
+
+
 def cut_as_asked() -> list[list[str]]:
     plugin = HybridParallelPlugin(1, 2, precision="fp32", num_layers_per_stage=[1, 3])
     boosted, *_ = Booster(plugin=plugin).boost(make_model(num_hidden_layers=4))
@@ -147,16 +259,62 @@ def test_stages_have_the_layers_that_were_asked_for(workers: Workers) -> None:
     assert workers.run(2, f"{HERE}:cut_as_asked") == [["0"], ["1", "2", "3"]]
 
 
-def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
-    compiled = compile_plan(source_from_module(make_model()), dtype="float32")
-    plan = load_plan(write_plan(compiled, tmp_path / "plan"))
-    plugin = HybridParallelPlugin(plan=plan, precision="fp32")
-    boosted, *_ = Booster(plugin=plugin).boost(make_model())
-    assert boosted.module.folder == plan.folder
-    with pytest.raises(ShardcError, match="intermediate_size is 40, the plan has 48"):
-        Booster(plugin=plugin).boost(make_model(intermediate_size=40))
-    with pytest.raises(ShardcError, match=r"tokens\.weight|embed_tokens\.weight is missing in the model"):
-        Booster(plugin=plugin).boost(Decoder())
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """Of the small model, its last norm frozen."""
+    model = make_model()
+    model.model.norm.requires_grad_(False)
+    compiled = compile_plan(source_from_module(model), dtype="float32")
+    return load_plan(write_plan(compiled, tmp_path_factory.mktemp("plans") / "plan"))
+
+
+def frozen_norm(**changes: object) -> nn.Module:
+    model = make_model(**changes)
+    model.model.norm.requires_grad_(False)
+    model.config.eos_token_id = 7  # of generation
+    return model
+
+
+def with_one_more() -> nn.Module:
+    model = frozen_norm()
+    model.extra = nn.Parameter(torch.ones(3))
+    return model
+
+
+def untied() -> nn.Module:
+    model = frozen_norm()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
+
+
+def tied() -> nn.Module:
+    model = frozen_norm()
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    return model
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "intermediate_size is 40, the plan has 48": lambda: frozen_norm(intermediate_size=40),
+    "rms_norm_eps is 0.001, the plan has 1e-06": lambda: frozen_norm(rms_norm_eps=1e-3),
+    "model.norm.weight is trained, the plan has it frozen": make_model,
+    "extra is not in the plan": with_one_more,
+    "lm_head.weight are one parameter in the plan, not in the model": untied,
+    "model.layers.0.mlp.up_proj.weight and model.layers.1.mlp.up_proj.weight are one parameter in the model": tied,
+    "model.embed_tokens.weight is missing in the model": Decoder,
+}
+
+
+@pytest.mark.parametrize(("problem", "make"), OTHERS.items(), ids=OTHERS)
+def test_a_plan_of_another_model_is_refused(plan: Plan, problem: str, make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(ShardcError) as error:
+        plan_for(make(), Recipe(plan=plan), torch.float32, microbatches=None)
+    assert problem in str(error.value)
+    assert str(error.value).endswith(f"\n  compile a plan of this model, or load the model of {plan.folder}")
+
+
+def test_a_plan_of_the_model_is_taken_as_it_is(plan: Plan, capfd: pytest.CaptureFixture) -> None:
+    boosted, *_ = Booster(plugin=HybridParallelPlugin(plan=plan, precision="fp32")).boost(frozen_norm())
+    assert boosted.module.folder == plan.folder and capfd.readouterr().err == ""
 
 
 def sizes_that_do_not_divide() -> None:
