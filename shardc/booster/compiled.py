@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +16,7 @@ from torch import nn
 from shardc.booster.agreement import on_rank_0, take_values_of_rank_0
 from shardc.booster.module_weights import ModuleWeights
 from shardc.booster.plan_cache import PlanCache
+from shardc.booster.plan_check import check_plan
 from shardc.booster.plan_key import key_of, replaced_functions
 from shardc.booster.plugin import Recipe
 from shardc.errors import ShardcError
@@ -45,7 +44,7 @@ def plan_for(model: nn.Module, recipe: Recipe, dtype: torch.dtype, *, microbatch
     """
     _check_sizes(recipe)
     if recipe.plan is not None:
-        on_rank_0(lambda: _check_plan(recipe.plan, model))
+        on_rank_0(lambda: check_plan(recipe.plan, model))
         return recipe.plan
     cache = PlanCache()
     name = _DTYPES.get(dtype, "float32")
@@ -64,6 +63,16 @@ def weights_of(model: nn.Module) -> Weights:
     if isinstance(origin, SeedWeights):
         origin = SeedWeights(on_rank_0(lambda: origin.seed))
     return ModuleWeights(model, origin)
+
+
+def _check_sizes(recipe: Recipe) -> None:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world % (recipe.tp * recipe.pp):
+        raise ShardcError(
+            f"boost: tp_size={recipe.tp} * pp_size={recipe.pp} does not divide the {world} process(es) of this job",
+            f"start a multiple of {recipe.tp * recipe.pp} processes (shardc run --nproc_per_node "
+            f"{recipe.tp * recipe.pp}), after shardc.launch_from_torch()",
+        )
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------------
@@ -141,75 +150,3 @@ def _check_layers(compiled: CompiledPlan, recipe: Recipe) -> None:
             f"num_layers_per_stage={list(layers)}: {sum(layers)} layers, {compiled.source.name} has {blocks}",
             "give each stage its number of layers, or leave it out: stages are then balanced by cost",
         )
-
-
-# -- sizes, and a plan that the user brings ----------------------------------------------------------------------------
-def _check_sizes(recipe: Recipe) -> None:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world % (recipe.tp * recipe.pp):
-        raise ShardcError(
-            f"boost: tp_size={recipe.tp} * pp_size={recipe.pp} does not divide the {world} process(es) of this job",
-            f"start a multiple of {recipe.tp * recipe.pp} processes (shardc run --nproc_per_node "
-            f"{recipe.tp * recipe.pp}), after shardc.launch_from_torch()",
-        )
-
-
-def _check_plan(plan: Plan, model: nn.Module) -> None:
-    """Raises ShardcError where the plan is of a model with another config or other parameters."""
-    config = hf_config(model)
-    problems = [] if config is None else _other_fields(plan, config)
-    problems = problems or list(_other_parameters(plan, model))
-    if problems:
-        more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
-        raise ShardcError(
-            f"boost: {'; '.join(problems[:4])}{more}",
-            f"compile a plan of this model, or load the model of {plan.folder}",
-        )
-
-
-def _other_fields(plan: Plan, config: Any) -> list[str]:
-    wanted = json.loads((plan.folder / "config.json").read_text())
-    given = json.loads(config.to_json_string(use_diff=False))
-    return [
-        f"{name} is {given[name]!r}, the plan has {wanted[name]!r}"
-        for name in sorted(wanted.keys() & given.keys())
-        if name not in _NOT_OF_THE_MODEL and wanted[name] != given[name]
-    ]
-
-
-def _other_parameters(plan: Plan, model: nn.Module) -> Iterator[str]:
-    live = dict(model.named_parameters(remove_duplicate=False))
-    known = plan.spec.by_any_name()
-    first: dict[int, str] = {}
-    for name, spec in sorted(plan.spec.parameters.items()):
-        found = {known_as: live[known_as] for known_as in (name, *spec.aliases) if known_as in live}
-        if not found:
-            yield f"{name} is missing in the model"
-            continue
-        value, *others = found.values()
-        if tuple(value.shape) != spec.shape:
-            yield f"{name} is {list(value.shape)}, the plan has {list(spec.shape)}"
-        if any(other is not value for other in others):
-            yield f"{' and '.join(found)} are one parameter in the plan, not in the model"
-        same = first.setdefault(id(value), name)
-        if same != name:
-            yield f"{same} and {name} are one parameter in the model, not in the plan"
-        if value.requires_grad and not spec.requires_grad:
-            yield f"{name} is trained, the plan has it frozen"
-    yield from (f"{name} is not in the plan" for name in live if name not in known)
-
-
-# What a config says of how it was loaded, saved, or used for generation.
-_NOT_OF_THE_MODEL = {
-    "_name_or_path",
-    "architectures",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-}

@@ -26,15 +26,10 @@ class PlanCache:
 
     def read(self, key: str | None) -> dict[str, bytes] | None:
         """The files of a plan; None where there is none, or not all of it as it was written."""
-        if key is None or self.plans is None:
+        if key is None:
             return None
-        try:
-            files = {path.name: path.read_bytes() for path in (self.plans / key).iterdir() if path.is_file()}
-            expected = json.loads(files["plan.json"])["sha256"]
-            whole = all(hashlib.sha256(files[name]).hexdigest() == digest for name, digest in expected.items())
-        except (OSError, KeyError, ValueError):
-            return None
-        return files if whole else None
+        kept = None if self.plans is None else _read(self.plans / key)
+        return kept or _read(_place_in_process(key))
 
     def write(self, key: str | None, files: Mapping[str, bytes]) -> None:
         """Keep a plan, in the place of a damaged one. Does nothing, but warn, where the folder cannot be written."""
@@ -53,9 +48,9 @@ class PlanCache:
 
     def folder(self, key: str | None, files: Mapping[str, bytes]) -> Path:
         """A folder of this machine that holds these files: of the cache if they are there, else of this process."""
-        if self.read(key) == dict(files):
+        if key is not None and self.plans is not None and _read(self.plans / key) == dict(files):
             return self.plans / key
-        place = Path(_folder_of_process().name, key or hashlib.sha256(files["plan.json"]).hexdigest())
+        place = _place_in_process(key or hashlib.sha256(files["plan.json"]).hexdigest())
         if not place.is_dir():
             place.mkdir(parents=True)
             _write(place, files)
@@ -77,6 +72,20 @@ class PlanCache:
 def _folder_of_process() -> tempfile.TemporaryDirectory:
     """It goes with the process."""
     return tempfile.TemporaryDirectory(prefix="shardc_plans_")
+
+
+def _place_in_process(key: str) -> Path:
+    return Path(_folder_of_process().name, key)
+
+
+def _read(folder: Path) -> dict[str, bytes] | None:
+    try:
+        files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        expected = json.loads(files["plan.json"])["sha256"]
+        whole = all(hashlib.sha256(files[name]).hexdigest() == digest for name, digest in expected.items())
+    except (OSError, KeyError, ValueError):
+        return None
+    return files if whole else None
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -98,11 +98,17 @@ def test_without_a_home_plans_last_for_the_process(monkeypatch: pytest.MonkeyPat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHARDC_CACHE", str(tmp_path / "file"))
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 40}  # of no other test
     with pytest.warns(UserWarning, match="plans are not kept.*SHARDC_CACHE"):
-        boosted, *_ = Booster().boost(make_model())
+        Booster().boost(make_model(**sizes))
+    capfd.readouterr()
+    boosted, *_ = Booster().boost(make_model(**sizes))
+    assert capfd.readouterr().err == "", "this process still has it"
     with torch.no_grad():
         assert boosted(**next(iter(make_loader(1)))).loss > 0
 
