@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import shutil
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
-from shardc.booster import Booster
+from shardc.booster import Booster, plan_cache
 from shardc.booster.compiled import plan_for
 from shardc.booster.plan_cache import PlanCache
 from shardc.booster.plan_key import key_of
@@ -71,20 +71,23 @@ def test_a_damaged_plan_is_compiled_again(cache: Path, capfd: pytest.CaptureFixt
     assert again.folder == folder and PlanCache().read(folder.name) == files
 
 
-def test_a_plan_that_another_job_wrote_meanwhile_stays(cache: Path) -> None:
+def test_a_plan_that_another_job_wrote_meanwhile_stays(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That job may have read plan.json, and be about to read the rest."""
     files = {"plan.json": b'{"sha256": {}}'}
-    PlanCache().write("key", files)
-    inode = (cache / "key").stat().st_ino
-    PlanCache().write("key", files)
-    assert (cache / "key").stat().st_ino == inode
-    shutil.rmtree(cache / "key")
-    first = PlanCache()
-    first.read = lambda key: None  # as it was when this job looked
-    (cache / "key").mkdir()
-    (cache / "key" / "plan.json").write_bytes(files["plan.json"])
-    first.write("key", files)
-    assert [path.name for path in cache.iterdir()] == ["key"], "no partial folders are left"
+    before, during = cache / "before", cache / "during"
+    write = plan_cache._write
+
+    def other_job(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        write(folder, files | {"of_the_other": b""})
+
+    other_job(before)
+    PlanCache().write("before", files)
+    monkeypatch.setattr(plan_cache, "_write", lambda folder, files: (write(folder, files), other_job(during)))
+    with warnings.catch_warnings(action="error"):
+        PlanCache().write("during", files)
+    assert {path.name for path in cache.iterdir()} == {"before", "during"}, "no partial folders are left"
+    assert all((folder / "of_the_other").exists() for folder in (before, during))
 
 
 def test_without_a_home_plans_last_for_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -117,9 +120,10 @@ def test_what_decides_a_plan_is_in_its_key() -> None:
     def key(settings: object = 1, policy: str | None = None, **changes: object) -> str | None:
         return key_of(make_model(**changes), {"tp": settings}, policy)
 
-    frozen, moved = make_model(), make_model()
+    frozen, moved, shared = make_model(), make_model(), make_model()
     frozen.model.norm.weight.requires_grad_(False)
     moved.model.layers[0].self_attn.scaling = 0.5
+    shared.model.layers[1].mlp.up_proj.weight = shared.model.layers[0].mlp.up_proj.weight
     base = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_alpha=4)
     alpha = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_alpha=8)
     keys = [
@@ -131,6 +135,7 @@ def test_what_decides_a_plan_is_in_its_key() -> None:
         key(tie_word_embeddings=False),
         key_of(frozen, {"tp": 1}, None),
         key_of(moved, {"tp": 1}, None),
+        key_of(shared, {"tp": 1}, None),
         key_of(peft.get_peft_model(make_model(), base), {"tp": 1}, None),
         key_of(peft.get_peft_model(make_model(), alpha), {"tp": 1}, None),
     ]
@@ -174,6 +179,16 @@ def test_plans_of_patched_libraries_are_not_kept(patch: tuple, monkeypatch: pyte
     assert key_of(make_model(), {}, None) is not None
     monkeypatch.setattr(*patch, raising=False)
     assert key_of(make_model(), {}, None) is None
+
+
+class OwnNorm(modeling_qwen3.Qwen3RMSNorm):
+    """Without a function of its own; an attribute may say what those that it inherits do."""
+
+
+def test_plans_of_own_classes_are_not_kept() -> None:
+    model = make_model()
+    model.model.norm = OwnNorm(32)
+    assert key_of(model, {}, None) is None
 
 
 def test_a_patched_class_is_compiled_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,9 +64,10 @@ def test_a_folder_is_read_slice_by_slice(workers: Workers, tmp_path: Path, max_s
 
 def drawn() -> list[float]:
     """From rank 0's seed, whatever the others' are."""
+    config = make_model().config
     torch.manual_seed(torch.distributed.get_rank())
     with shardc.lazy_init():
-        model = AutoModelForCausalLM.from_config(make_model().config)
+        model = AutoModelForCausalLM.from_config(config)
     losses = []
     for plugin in (GeminiPlugin(precision="fp32"), HybridParallelPlugin(2, 1, precision="fp32")):
         boosted, *_ = Booster(plugin=plugin).boost(model)
