@@ -75,8 +75,9 @@ def _differences(one: nn.Module, other: nn.Module) -> list[str]:
     return [name for name, value in one.named_parameters() if not torch.equal(value, values[name])]
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("name", PLUGINS)
+@pytest.mark.parametrize(
+    ("name", "tied"), [*((name, True) for name in PLUGINS), ("gemini", False), ("tp2_pp2_zero1", False)]
+)
 def test_from_pretrained_reads_what_each_plugin_saves(workers: Workers, name: str, tied: bool, tmp_path: Path) -> None:
     workers.run(4, f"{HERE}:trained_and_saved", name, str(tmp_path), tied)
 
@@ -170,17 +171,16 @@ def test_a_run_of_tp2_pp2_zero1_goes_on_anywhere(workers: Workers, precision: st
     assert workers.run(4, f"{HERE}:resumed", "tp2_pp2_zero1", precision, str(tmp_path))[0] == first[SAVED_AFTER:], (
         "bit by bit"
     )
-    others = ["ddp", "tp4", "zero2", "gemini", "pp2_zero3", "fsdp"] if precision == "fp32" else ["zero2"]
+    others = ["ddp", "tp4", "zero2", "gemini", "fsdp"] if precision == "fp32" else []
     for name in others:
         found = workers.run(4, f"{HERE}:resumed", name, precision, str(tmp_path))[0]
-        tolerance = 1e-5 if precision == "fp32" else 2e-2
         torch.testing.assert_close(
-            torch.tensor(found), torch.tensor(first[SAVED_AFTER:]), rtol=tolerance, atol=1e-9, msg=name
+            torch.tensor(found), torch.tensor(first[SAVED_AFTER:]), rtol=1e-5, atol=1e-9, msg=name
         )
 
 
-@pytest.mark.parametrize("name", [name for name in PLUGINS if name != "tp2_pp2_zero1"])
-def test_each_plugin_goes_on_bit_by_bit_on_its_own_layout(workers: Workers, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["zero2", "fsdp", "gemini", "pp2_zero3"])
+def test_each_placement_goes_on_bit_by_bit_on_its_own_layout(workers: Workers, name: str, tmp_path: Path) -> None:
     first = workers.run(4, f"{HERE}:first_run", name, "fp32", str(tmp_path))[0]
     assert workers.run(4, f"{HERE}:resumed", name, "fp32", str(tmp_path))[0] == first[SAVED_AFTER:]
 
