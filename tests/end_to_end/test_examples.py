@@ -278,6 +278,7 @@ def python_blocks(page: str) -> list[str]:
         ("docs/booster.md", [0, 1], "ckpt/lr_scheduler"),  # one goes on after the other
         ("docs/booster.md", [2], ""),
         ("docs/booster.md", [3], "adapters/adapter_model.safetensors"),
+        ("docs/booster.md", [4], ""),
     ],
 )
 def test_the_code_in_the_documents_runs(
