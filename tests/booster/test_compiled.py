@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -219,10 +220,13 @@ def module_in(path: Path) -> types.ModuleType:
     return module
 
 
-def test_an_edited_model_is_compiled_as_it_is_now(cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_an_edited_model_is_compiled_as_it_is_now(
+    cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where a function or a file changed that the model's class only uses: plans of own classes are not kept."""
     source = Path(importlib.util.find_spec("tests.end_to_end.user_model").origin).read_text()
     losses = []
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of two texts of one length, written in one second
     for text in (source, source.replace("F.gelu", "F.relu")):
         (tmp_path / "my_model.py").write_text(text)
         decoder = module_in(tmp_path / "my_model.py").Decoder

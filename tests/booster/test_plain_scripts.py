@@ -22,7 +22,7 @@ HERE = "tests.booster.test_plain_scripts"
 def boosted(name: str) -> tuple[BoostedModel, BoostedOptimizer, list[dict[str, torch.Tensor]]]:
     """Model, optimizer, and this rank's batches of three steps."""
     model, plugin = make_model(), plugin_named(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loader = make_loader(3, ROWS // plugin.dp_size)
     model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, None, loader)
     return model, optimizer, list(loader)
@@ -32,7 +32,7 @@ def backward_of_the_loss(name: str) -> None:
     """loss.backward() in place of booster.backward: exact."""
     model, optimizer, batches = boosted(name)
     reference = make_model()
-    plain = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.5)
     for batch, whole in zip(batches, make_loader(3), strict=True):
         loss, expected = model(**batch).loss, reference(**whole).loss
         torch.testing.assert_close(loss.detach(), expected.detach(), rtol=2e-5, atol=0)
@@ -57,7 +57,7 @@ def gradients_of_parameters(name: str) -> None:
     reference(**next(iter(make_loader(3)))).loss.backward()
     expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.25)
     torch.testing.assert_close(optimizer.clip_grad_by_norm(0.25), expected, rtol=1e-5, atol=0)
-    sgd = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.5)
     optimizer.step()
     sgd.step()
     found = model.module.gather_parameters()

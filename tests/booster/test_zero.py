@@ -81,8 +81,11 @@ def frozen(name: str) -> None:
     for network in (reference, model):
         for key, parameter in network.named_parameters():
             parameter.requires_grad_("embed" not in key and "layers.1.mlp" not in key)
-    plain = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.5)
-    adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.5)
+    # eps: rounding of tiny gradients is no step of the learning rate's size
+    plain = torch.optim.AdamW(
+        [p for p in reference.parameters() if p.requires_grad], lr=1e-3, eps=1e-4, weight_decay=0.5
+    )
+    adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4, weight_decay=0.5)
     booster = Booster(plugin=plugin)
     model, optimizer, _, loader, _ = booster.boost(model, adamw, None, make_loader(3, ROWS // plugin.dp_size))
     for batch, whole in zip(loader, make_loader(3), strict=True):
