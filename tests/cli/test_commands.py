@@ -1,5 +1,10 @@
-"""The command line as a user meets it: outputs, exit codes, messages."""
+"""The command line as a user meets it: outputs, exit codes, messages.
 
+Each command runs once as a process; what else it can say is read in this one, which has imported torch already.
+"""
+
+import contextlib
+import io
 import json
 import os
 import re
@@ -8,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from shardc.cli.main import main
 
 SIZES = {
     "num_hidden_layers": 3,
@@ -25,6 +32,14 @@ def shardc(*arguments: str, environment: dict[str, str] | None = None) -> subpro
     command = [sys.executable, "-m", "shardc.cli.main", *arguments]
     env = os.environ | {"COLUMNS": "200"} | (environment or {})
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
+
+
+def in_this_process(*arguments: str) -> subprocess.CompletedProcess:
+    """The same, but for starting Python and importing."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
+        main([*arguments])
+    return subprocess.CompletedProcess(arguments, end.value.code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +77,7 @@ def test_show_prints_who_holds_what(compiled) -> None:
 
 def test_show_json_lists_every_attention_call(compiled) -> None:
     folder, _ = compiled
-    summary = json.loads(shardc("show", str(folder), "--json").stdout)
+    summary = json.loads(in_this_process("show", str(folder), "--json").stdout)
     assert {call["is_causal"] for call in summary["attention"] if call["variant"] == "plain"} == {True}
     assert sum(call["variant"] == "masked" for call in summary["attention"]) == 3
 
@@ -93,7 +108,7 @@ def test_check_exits_with_1_where_the_plan_is_refuted(compiled) -> None:
     data["ties"] = []
     try:
         path.write_text(json.dumps(data))
-        done = shardc("check", str(folder))
+        done = in_this_process("check", str(folder))
     finally:
         path.write_text(before)
     assert done.returncode == 1
@@ -103,7 +118,7 @@ def test_check_exits_with_1_where_the_plan_is_refuted(compiled) -> None:
 def test_check_of_a_model_writes_nothing(tmp_path: Path) -> None:
     policy = tmp_path / "mine.yaml"
     policy.write_text('rules: {"*.q_proj": column, "*.o_proj": column}\npipeline: {blocks: "model.layers.*"}\n')
-    done = shardc("check", "--model", "Qwen3-4B", *SETS, "--tp", "2", "--policy", str(policy))
+    done = in_this_process("check", "--model", "Qwen3-4B", *SETS, "--tp", "2", "--policy", str(policy))
     assert done.returncode == 2
     assert done.stderr.splitlines()[-2].startswith("ShardcError: model.layers.0.self_attn")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
@@ -133,7 +148,7 @@ def test_verify_says_what_ran(compiled) -> None:
 
 def test_verify_without_a_target_and_a_wrong_flag_print_usage() -> None:
     for arguments in (("verify",), ("compile", "--modle", "x"), ("check", "a", "--model", "b")):
-        done = shardc(*arguments)
+        done = in_this_process(*arguments)
         assert done.returncode == 2
         assert "Usage: " in done.stderr
 
@@ -151,7 +166,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=lambda x: " ".join(x) if isinstance(x, tuple) else "")
 def test_a_users_mistake_is_two_lines_and_exit_2(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    done = shardc(*arguments)
+    done = in_this_process(*arguments)
     assert done.returncode == 2
     assert done.stdout == ""
     problem, advice = [line for line in done.stderr.splitlines() if not line.startswith("[transformers]")]
@@ -162,7 +177,7 @@ def test_a_users_mistake_is_two_lines_and_exit_2(arguments: tuple[str, ...], mes
 def test_policy_list_and_show() -> None:
     models = json.loads(shardc("policy", "list", "--json").stdout)
     assert models["qwen3"] == ["qwen3"]
-    assert '"*.self_attn.{q,k,v}_proj": column' in shardc("policy", "show", "qwen3").stdout
+    assert '"*.self_attn.{q,k,v}_proj": column' in in_this_process("policy", "show", "qwen3").stdout
 
 
 ECHO = """
@@ -194,9 +209,8 @@ def test_the_same_command_writes_the_same_bytes_whatever_the_hash_seed(tmp_path:
     model = f"{Path(__file__).parent / 'set_model.py'}:make_model"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     command = [sys.executable, "-m", "shardc.cli.main", "compile", "--model", model, "-o"]
-    texts = []
-    for name in ("one", "two"):
-        done = subprocess.run([*command, str(tmp_path / name)], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        texts.append((tmp_path / name / "model.py").read_text())
-    assert texts[0] == texts[1]
+    folders = [tmp_path / name for name in ("one", "two")]
+    both = [subprocess.Popen([*command, str(folder)], stdout=subprocess.DEVNULL, env=environment) for folder in folders]
+    assert [process.wait(timeout=240) for process in both] == [0, 0]
+    one, two = ((folder / "model.py").read_text() for folder in folders)
+    assert one == two
