@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +23,11 @@ if hasattr(os, "SCHED_BATCH"):
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("repeatable")
+
+
+def pytest_collection_finish() -> None:
+    """What imports made stays: collections of garbage need not go through it again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,6 +6,7 @@ its traceback; the processes are then ended, as other ranks may wait for ever, a
 
 from __future__ import annotations
 
+import gc
 import importlib
 import queue
 import tempfile
@@ -79,6 +80,7 @@ class Workers:
 
 def _serve(rank: int, tasks: mp.SimpleQueue, results: mp.Queue) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # as pytest's own process does: torch stays
     while True:
         size, store, function, args = tasks.get()
         try:
