@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import runpy
 import subprocess
@@ -18,11 +19,19 @@ def shardc_run(*arguments: str, cwd: Path, env: dict[str, str] | None = None) ->
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, env=env, check=False)
 
 
-def run_script(script: str, arguments: list[str]) -> None:
-    """What one rank of `shardc run` does: the script as __main__, with its arguments, in the script's folder."""
+def run_script(script: str, arguments: list[str]) -> str:
+    """What one rank of `shardc run` does: the script as __main__, with its arguments, in the script's folder.
+
+    Returns what it prints."""
     import datasets
 
     folder = Path(script).parent
     datasets.config.HF_DATASETS_CACHE = str(folder / "hf")
-    with contextlib.chdir(folder), mock.patch.object(sys, "argv", [script, *arguments]):
-        runpy.run_path(script, run_name="__main__")
+    printed = io.StringIO()
+    argv = mock.patch.object(sys, "argv", [script, *arguments])
+    with contextlib.chdir(folder), argv, contextlib.redirect_stdout(printed):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, f"{script} ends with {end.code}:\n{printed.getvalue()}"
+    return printed.getvalue()

@@ -60,19 +60,28 @@ def plain_loop(model: nn.Module) -> list[dict[str, float]]:
     return log
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(tp=2, dp=2, sp=True)], ids=str)
-def test_train_plan_equals_plain_transformers_without_importing_it(layout: Layout, tmp_path: Path) -> None:
-    """Loss and gradient norm of 20 steps, with `import transformers` blocked in the launcher and in all ranks."""
+@pytest.mark.parametrize(
+    ("layout", "launched"), [(Layout(tp=2, pp=2), True), (Layout(tp=2, dp=2, sp=True), False)], ids=str
+)
+def test_train_plan_equals_plain_transformers_without_importing_it(
+    layout: Layout, launched: bool, workers: Workers, tmp_path: Path
+) -> None:
+    """Loss and gradient norm of 20 steps. launched: by `shardc run`, with `import transformers` blocked in it and in
+    all ranks; else on ranks that run already."""
     trial = prepare(small("Qwen3-4B", layout, vocab_size=256), tmp_path, layout)
-    (tmp_path / "blocked").mkdir()
-    (tmp_path / "blocked" / "sitecustomize.py").write_text(BLOCKED)
     log, weights = tmp_path / "log.jsonl", str(tmp_path / "weights")
     sizes = ["--steps", str(STEPS), "--batch-size", str(ROWS), "--seq-length", str(LENGTH), "--lr", str(LR)]
-    script = [str(EXAMPLES / "train_plan.py"), str(tmp_path / "plan"), "--weights", weights, "--log", str(log), *sizes]
-    blocked = {"PYTHONPATH": str(tmp_path / "blocked")}
-    done = shardc_run("--nproc_per_node", "4", *script, cwd=tmp_path, env=blocked)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"step {STEPS:4d}  loss" in done.stdout
+    script = str(EXAMPLES / "train_plan.py")
+    arguments = [str(tmp_path / "plan"), "--weights", weights, "--log", str(log), *sizes]
+    if launched:
+        (tmp_path / "sitecustomize.py").write_text(BLOCKED)
+        blocked = {"PYTHONPATH": str(tmp_path)}
+        done = shardc_run("--nproc_per_node", "4", script, *arguments, cwd=tmp_path, env=blocked)
+        assert done.returncode == 0, done.stderr[-3000:]
+        printed = done.stdout
+    else:
+        printed = workers.run(4, "tests.end_to_end.scripts:run_script", script, arguments)[0]
+    assert f"step {STEPS:4d}  loss" in printed
     found = [json.loads(line) for line in log.read_text().splitlines()]
     expected = plain_loop(trial.model)
     assert len(found) == STEPS
@@ -89,13 +98,16 @@ def test_transformers_is_really_blocked(tmp_path: Path) -> None:
     assert "transformers is blocked in this process" in done.stderr
 
 
-def test_train_tiny_goes_the_whole_way(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "train_tiny.py"), "--steps", "3", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "step    3  loss" in done.stdout
-    assert "opened by transformers, continues:" in done.stdout
-    assert "The class statement " in done.stdout
+def test_train_tiny_goes_the_whole_way(
+    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, which starts those of the compiler and of the ranks."""
+    monkeypatch.setattr(sys, "argv", ["train_tiny.py", "--steps", "3", "--out", str(tmp_path)])
+    runpy.run_path(str(EXAMPLES / "train_tiny.py"), run_name="__main__")
+    printed = capfd.readouterr().out
+    assert "step    3  loss" in printed
+    assert "opened by transformers, continues:" in printed
+    assert "The class statement " in printed
     assert (tmp_path / "tiny-qwen3-trained" / "model.safetensors").is_file()
 
 
@@ -181,10 +193,10 @@ def test_help_says_what_the_scripts_load_by_default_and_how_to_do_without(
 PLUGINS = ("DDP", "ZeRO-1", "ZeRO-2", "FSDP", "Gemini", "TP 2", "TP 2, PP 2, ZeRO-1", "PP 2, ZeRO-3")
 
 
-def test_eight_plugins_train_as_one_process_of_transformers(place: Place) -> None:
-    done = shardc_run(*readme_command("compare_plugins.py"), "--json", cwd=place.folder)
-    assert done.stdout, done.stderr[-3000:]
-    runs = {(run["plugin"], run["accumulation"]): run for run in json.loads(done.stdout)["runs"]}
+def test_eight_plugins_train_as_one_process_of_transformers(workers: Workers, place: Place) -> None:
+    script, arguments = str(place.folder / "compare_plugins.py"), [*readme_arguments("compare_plugins.py"), "--json"]
+    printed = workers.run(4, "tests.end_to_end.scripts:run_script", script, arguments, timeout_s=240)[0]
+    runs = {(run["plugin"], run["accumulation"]): run for run in json.loads(printed)["runs"]}
     assert set(runs) == {(plugin, calls) for plugin in ("one process", *PLUGINS) for calls in (1, 3)}
     for (_, calls), run in runs.items():
         expected = runs["one process", calls]
@@ -196,7 +208,6 @@ def test_eight_plugins_train_as_one_process_of_transformers(place: Place) -> Non
         assert run["grad_norm_difference"] <= 1e-4
         assert run["loss"][-1] < run["loss"][0] - 0.2
         assert min(run["grad_norm"]) > 0.5  # each step is clipped
-    assert done.returncode == 0
 
 
 @pytest.fixture
