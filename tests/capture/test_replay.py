@@ -12,6 +12,7 @@ from tests.capture import families
 from tests.capture.replay import assert_bit_equal, perturb, run_graph, run_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BOTH_DTYPES = ("gemma2", "gemma3", "gpt2", "opt", "qwen3")  # whose code differs most; the others in bfloat16 are of the grid
 MODES = ((False, True), (True, False))  # (left padding, training): two runs cover both of each
 
 
@@ -25,8 +26,14 @@ def sizes(captured: CapturedModel, variant: Variant) -> tuple[tuple[int, int], t
     return ((1, 31), (2, 23)) if variant.long else ((3, 17), (1, 9 if captured.window else 26))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", families.PRESETS)
+CASES = [
+    pytest.param(family, dtype, marks=[pytest.mark.grid] if dtype == "bfloat16" and family not in BOTH_DTYPES else [])
+    for family in families.PRESETS
+    for dtype in DTYPES
+]
+
+
+@pytest.mark.parametrize(("family", "dtype"), CASES)
 def test_loss_logits_and_gradients_are_bit_equal_in_every_variant(family: str, dtype: str) -> None:
     """Pitfalls 3 and 5 as well: one capture serves both dtypes, and eval after a capture of training (dropout 0.1)."""
     captured = families.captured(family)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from shardc.plan import compile_plan, write_plan
 from tests.booster.small import make_loader, make_model, relative
 from tests.end_to_end.scripts import shardc_run
 
@@ -71,10 +70,7 @@ def test_a_compiled_plan_and_a_policy_train_as_one_process_does(tmp_path: Path) 
     torch.save(make_loader(STEPS).dataset, tmp_path / "rows.pt")
     (tmp_path / "my.yaml").write_text(POLICY)
     (tmp_path / "train.py").write_text(SCRIPT)
-    compiling = ["compile", "--model", "model", "--tp", "2", "--pp", "2", "--microbatches", "2", "--dtype", "float32"]
-    command = [sys.executable, "-m", "shardc.cli.main", *compiling, "-o", "plan"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    write_plan(compile_plan(str(tmp_path / "model"), tp=2, pp=2, microbatches=2, dtype="float32"), tmp_path / "plan")
     done = shardc_run("--nproc_per_node", "4", "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -166,7 +166,7 @@ class Case:
 
 
 SKELETONS = [
-    Case("GeminiPlugin", ranks=1, dp_size=1, launched=True),
+    Case("GeminiPlugin", ranks=1, dp_size=1),
     Case("GeminiPlugin", ranks=4, dp_size=4),
     Case("ZeRO-2", ranks=1, dp_size=1),
     Case("ZeRO-2", ranks=4, dp_size=4),
