@@ -139,21 +139,18 @@ def save_pretrained(
     """Write config.json and safetensors files of at most max_shard_bytes, with an index if there are several.
 
     tensors: from gather, on every rank. A tied weight is written once, under its canonical name. The files are written
-    into a folder beside `folder`, which takes its place at the end: a killed save leaves the old one whole. Other
-    files in `folder` (a tokenizer) are kept. finish: called with the folder before it is in place, to add files.
-    All ranks return when it is in place, or raise what failed on rank 0.
+    into a folder beside `folder`, which takes its place at the end: a killed save leaves the old one whole. What else
+    lies in `folder` (a tokenizer, an optimizer's files) is kept. finish: called with the folder before it is in place,
+    to add files. All ranks return when it is in place, or raise what failed on rank 0.
     """
     sizes = {name: numel(parameter) * spec.dtype.itemsize for name, parameter in sorted(spec.parameters.items())}
     with agreed():
         if mesh.rank == 0:
-            with drained(tensors):
-                _check_is_folder(folder)
-                with replacing(folder) as partial:
-                    write_tensors(partial, tensors, sizes, max_shard_bytes, stem="model")
-                    shutil.copyfile(plan_folder / CONFIG_FILE, partial / CONFIG_FILE)
-                    if finish is not None:
-                        finish(partial)
-                    _keep_other_files(folder, partial)
+            with drained(tensors), replacing(folder, is_old=_is_weights) as partial:
+                write_tensors(partial, tensors, sizes, max_shard_bytes, stem="model")
+                shutil.copyfile(plan_folder / CONFIG_FILE, partial / CONFIG_FILE)
+                if finish is not None:
+                    finish(partial)
         else:
             send_all(tensors)
 
@@ -223,17 +220,5 @@ def numel(parameter: ParameterSpec) -> int:
     return torch.Size(parameter.shape).numel()
 
 
-def _check_is_folder(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ShardcError(f"{folder} is a file, not a folder", "give another name, or shard=False for one file")
-
-
-def _keep_other_files(folder: Path, partial: Path) -> None:
-    """Carry over what a save does not write; weights of an earlier save go."""
-    if not folder.is_dir():
-        return
-    for path in folder.iterdir():
-        is_weights = path.name.startswith("model") and path.name.endswith((".safetensors", ".safetensors.index.json"))
-        if path.is_dir() or is_weights or (partial / path.name).exists():
-            continue
-        shutil.copy2(path, partial / path.name)
+def _is_weights(name: str) -> bool:
+    return name.startswith("model") and name.endswith((".safetensors", ".safetensors.index.json"))

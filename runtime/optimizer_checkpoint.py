@@ -51,7 +51,8 @@ def save_optimizer(
     """Write masters, states and random states. Every rank calls it.
 
     optimizer: over `module.state.masters`. extra: of torch.save, whose weights_only load returns it.
-    The folder replaces an older one as a whole. Raises ShardcError on every rank for what fails on one."""
+    They replace older ones as a whole; what else lies in the folder, such as the model, is kept. Raises ShardcError on
+    every rank for what fails on one."""
     state, mesh = _state_of(module), module.mesh
     kept = _merged(_kept_here(module, state, optimizer))
     randoms = _on_every_rank(rng.state_dict())
@@ -65,7 +66,7 @@ def save_optimizer(
         if mesh.rank != 0:
             checkpoint.send_all(tensors)
             return
-        with checkpoint.drained(tensors), replacing(folder) as partial:
+        with checkpoint.drained(tensors), replacing(folder, is_old=_is_tensors) as partial:
             checkpoint.write_tensors(partial, tensors, sizes, MAX_FILE_BYTES, stem=STEM)
             options = [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
             numbers = {
@@ -176,6 +177,10 @@ def _held(piece: Piece, optimizer: torch.optim.Optimizer, key: str) -> Tensor:
 def _index(module: PlanModule, optimizer: torch.optim.Optimizer, kept: Mapping[str, _Kept]) -> dict[str, Any]:
     names = [sorted(n for n, of_one in kept.items() if of_one.group == i) for i in range(len(optimizer.param_groups))]
     return {"format": FORMAT, "class": type(optimizer).__name__, "groups": names, "layout": _layout(module)}
+
+
+def _is_tensors(name: str) -> bool:
+    return name.startswith(STEM) and name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

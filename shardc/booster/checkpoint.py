@@ -111,8 +111,10 @@ def load_schedule(lr_scheduler: Any, path: str | Path) -> None:
     """Go on from it."""
     try:
         state = torch.load(path, weights_only=True)
-    except FileNotFoundError:
-        raise ShardcError(f"load_lr_scheduler: {path} does not exist", "save it by booster.save_lr_scheduler") from None
+    except Exception as error:  # of the file system, zipfile, pickle or torch, as the damage has it
+        raise ShardcError(
+            f"load_lr_scheduler: {path} cannot be read: {error}", "pass a file that booster.save_lr_scheduler wrote"
+        ) from error
     lr_scheduler.load_state_dict(state)
 
 

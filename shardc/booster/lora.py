@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,15 +101,11 @@ def save_adapter(folder: str | Path, tensors: Mapping[str, Tensor], peft_config:
     tensors: whole parameters by the PeftModel's names, of one rank; others than the adapter's are left out. Written
     beside `folder`, which is then replaced: a killed save leaves the old one whole. Other files in it are kept.
     """
-    folder = Path(folder).absolute()
     names = saved_names(tensors, peft_config)
     whole = {saved: tensors[name].detach().cpu().contiguous() for name, saved in names.items()}
     with replacing(folder) as partial:
         save_file(whole, partial / WEIGHTS, metadata={"format": "pt"})
         _plain(peft_config).save_pretrained(str(partial))
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if path.is_file() and not (partial / path.name).exists():
-                shutil.copy2(path, partial / path.name)
 
 
 def _plain(peft_config: LoraConfig) -> LoraConfig:

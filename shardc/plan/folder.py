@@ -50,7 +50,7 @@ def write_plan(plan: CompiledPlan, folder: str | Path) -> Path:
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / PLAN).is_file()):
         raise ShardcError(f"{folder} exists and is no plan folder", "give another folder by -o")
     files = plan_files(plan)
-    with replacing(folder) as partial:
+    with replacing(folder, is_old=lambda name: True) as partial:
         for name, content in files.items():
             (partial / name).write_bytes(content)
     return folder

@@ -109,6 +109,30 @@ def _whole(parameters: dict[str, torch.Tensor]) -> Qwen3ForCausalLM:
     return model
 
 
+def test_a_save_keeps_what_else_lies_in_its_folder(tmp_path: Path) -> None:
+    """Model, optimizer and older checkpoints in one folder; a file is not replaced by a folder."""
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "model.safetensors").write_text("old")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    booster, live = Booster(), make_model()
+    model, optimizer, *_ = booster.boost(live, torch.optim.AdamW(live.parameters()))
+    for _ in range(2):
+        booster.save_model(model, tmp_path, shard=True)
+        booster.save_optimizer(optimizer, tmp_path)
+    booster.load_model(model, tmp_path)
+    booster.load_optimizer(optimizer, tmp_path)
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").read_text() == "old"
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+    for save in (booster.save_optimizer, booster.save_model):
+        with pytest.raises(ShardcError, match=r"tokenizer\.json is a file, not a folder"):
+            save(model if save == booster.save_model else optimizer, tmp_path / "tokenizer.json", shard=True)
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for path in (tmp_path / "tokenizer.json", tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ShardcError, match=f"load_lr_scheduler: {path} cannot be read"):
+            booster.load_lr_scheduler(schedule, path)
+
+
 # -- runs that go on ---------------------------------------------------------------------------------------------------
 STEPS, SAVED_AFTER = 8, 3
 
