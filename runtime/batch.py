@@ -72,6 +72,7 @@ def prepare_batch(inputs: Mapping[str, Any], spec: PlanSpec) -> Batch:
                 f"{spec.model}: {name} has {value.shape[0]} rows, the batch has {rows}",
                 "give every input the same rows",
             )
+    _check_lengths(tensors, length, spec)
     if length < spec.shortest_sequence:
         raise ShardcError(
             f"{spec.model}: a sequence of {length} tokens; the plan holds from {spec.shortest_sequence} tokens on",
@@ -86,6 +87,21 @@ def prepare_batch(inputs: Mapping[str, Any], spec: PlanSpec) -> Batch:
         _check_blind_rows(tensors, length, spec)
     padded = {name: _pad(name, value, length, padded_length) for name, value in tensors.items()}
     return Batch(padded, rows, padded_length, length, packed)
+
+
+def _check_lengths(tensors: Mapping[str, Tensor], length: int, spec: PlanSpec) -> None:
+    """Raises ShardcError where masks, positions or labels count other tokens than the ids do.
+
+    A later stage would find out alone, while others wait for it. Labels of a decoder have a length of their own."""
+    logits = spec.stages[-1].logits
+    if logits is None or "S" not in logits.shape:
+        return
+    for name, value in tensors.items():
+        if value.dim() == 2 and value.shape[1] != length:
+            raise ShardcError(
+                f"{spec.model}: {name} has {value.shape[1]} tokens, the batch has {length}",
+                "give every input the same length",
+            )
 
 
 def _check_blind_rows(tensors: Mapping[str, Tensor], length: int, spec: PlanSpec) -> None:

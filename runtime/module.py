@@ -111,6 +111,10 @@ class PlanModule(nn.Module):
         by gather_training_logits. A backward through them raises ShardcError, unless this is the only process and
         nothing was split, so that it is exact.
         """
+        if torch.is_inference_mode_enabled():
+            # What is gathered, and kept for the next training call, must not be an inference tensor.
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(num_items_in_batch=num_items_in_batch, criterion=criterion, **inputs)
         batch = prepare_batch(inputs, self.spec)
         if not self.saw_batch:
             check_same_batch(batch, self.spec, self.mesh)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.booster.criterion import InFloat32
+from shardc.booster.handle import ParameterHandle
 from shardc.errors import ShardcError
 from shardc.runtime.compile_blocks import compile_blocks
 from shardc.runtime.module import PlanModule
@@ -45,7 +46,7 @@ class BoostedModel(nn.Module):
         self.float32_outputs, self.cast_inputs = float32_outputs, cast_inputs
         self.criterion: Callable[[Any, Any], Tensor] | None = None
         self.after_call: Callable[[dict[str, Any], Tensor], None] | None = None
-        self._handles: dict[int, _Handle] = {}
+        self._handles: dict[int, ParameterHandle] = {}
 
     def unwrap(self, unwrap_peft: bool = True) -> PlanModule:
         """This rank's part of the model."""
@@ -95,7 +96,7 @@ class BoostedModel(nn.Module):
             if id(parameter) not in self._handles:
                 own = parameter.detach()
                 own = own.to_local() if hasattr(own, "to_local") else own  # fully_shard makes DTensors
-                self._handles[id(parameter)] = _Handle(own, parameter.requires_grad)
+                self._handles[id(parameter)] = ParameterHandle(own, parameter.requires_grad)
             yield name, self._handles[id(parameter)]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -182,6 +183,13 @@ class BoostedModel(nn.Module):
             "model.load_state_dict(): each rank holds a part of it", "call booster.load_model(model, folder)"
         )
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raises ShardcError: neither a copy nor a pickle of one rank's part is a model."""
+        raise ShardcError(
+            "a boosted model is neither copied nor pickled: each rank holds a part of it, and is tied to the job",
+            "call booster.save_model(model, folder)",
+        )
+
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises ShardcError: all ranks write together, by booster.save_model."""
         raise ShardcError(
@@ -195,29 +203,3 @@ class BoostedModel(nn.Module):
             "model.generate: a model that is split for training does not generate",
             "call booster.save_model(model, folder, shard=True), then from_pretrained(folder) and generate",
         )
-
-
-class _Handle(nn.Parameter):
-    """A parameter to be read: it shares the values; its gradient is not where a plain script looks for it."""
-
-    def __new__(cls, data: Tensor, requires_grad: bool) -> _Handle:
-        return super().__new__(cls, data, requires_grad)
-
-    @property
-    def grad(self) -> NoReturn:  # type: ignore[override]
-        """Raises ShardcError: gradients lie in chunks, summed over ranks when a step needs them."""
-        raise ShardcError(
-            "parameter.grad: gradients lie in flat chunks since boost",
-            "clip by the plugin's max_norm= or optimizer.clip_grad_by_norm(max_norm); "
-            "read the norm by optimizer.get_grad_norm()",
-        )
-
-    @grad.setter
-    def grad(self, value: Any) -> NoReturn:
-        raise ShardcError(
-            "parameter.grad: gradients lie in flat chunks since boost", "call optimizer.zero_grad() to forget them"
-        )
-
-    def requires_grad_(self, requires_grad: bool = True) -> NoReturn:
-        """Raises ShardcError: what is trained was fixed by boost."""
-        raise ShardcError("requires_grad_: what is trained is fixed since boost", "freeze parameters before boost")

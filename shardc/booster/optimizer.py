@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from shardc.booster.data import ShardedLoader
+from shardc.booster.handle import GroupView
 from shardc.booster.loss_scale import LossScaler
 from shardc.errors import ShardcError
 from shardc.runtime.module import PlanModule
@@ -32,6 +33,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self, optimizer: torch.optim.Optimizer, module: PlanModule, scaler: LossScaler | None, max_norm: float
     ):
         self.optim, self.module, self.scaler, self.max_norm = optimizer, module, scaler, max_norm
+        self._groups = [GroupView(group) for group in optimizer.param_groups]
         self.skipped, self.num_steps = False, 0
         self.dataloader: ShardedLoader | None = None
         self.monitor: Monitor | None = None
@@ -46,9 +48,9 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return getattr(self.optim, name)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[GroupView]:  # type: ignore[override]
         """The groups of the user's optimizer; their params are flat parts of the model, as this rank holds them."""
-        return self.optim.param_groups
+        return self._groups
 
     @property
     def training_state(self) -> OptimizedState:
@@ -162,6 +164,13 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Raises ShardcError: a rank holds a part of the state."""
         raise ShardcError(
             "optimizer.state_dict(): each rank holds a part of it", "call booster.save_optimizer(optimizer, folder)"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raises ShardcError: neither a copy nor a pickle of one rank's part is an optimizer."""
+        raise ShardcError(
+            "a boosted optimizer is neither copied nor pickled: each rank holds a part of its state",
+            "call booster.save_optimizer(optimizer, folder)",
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -44,9 +46,16 @@ def backward_of_the_loss(name: str) -> None:
 
 
 def gradients_of_parameters(name: str) -> None:
-    """clip_grad_norm_, .grad: not there, and said so, before any step goes wrong."""
+    """clip_grad_norm_, .grad, a penalty over them: not there, and said so, before any step goes wrong."""
     model, optimizer, batches = boosted(name)
+    splits = plugin_named(name).recipe.placement == "zero3"
+    expected = "gather_parameters" if splits else r"weight_decay"
+    with pytest.raises(ShardcError, match=expected):
+        (model(**batches[0]).loss + sum(parameter.pow(2).sum() for parameter in model.parameters())).backward()
+    optimizer.zero_grad()
     model(**batches[0]).loss.backward()
+    with pytest.raises(ShardcError, match=r"max_norm=.*clip_grad_by_norm"):
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
     with pytest.raises(ShardcError, match=r"max_norm=.*clip_grad_by_norm"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(ShardcError, match=r"optimizer\.clip_grad_by_norm"):
@@ -77,6 +86,10 @@ def saving_and_moving(name: str) -> None:
         (optimizer.state_dict, "save_optimizer"),
         (lambda: optimizer.load_state_dict({}), "load_optimizer"),
         (lambda: optimizer.add_param_group({}), "before boost"),
+        (lambda: copy.deepcopy(model), "save_model"),
+        (lambda: pickle.dumps(optimizer), "save_optimizer"),
+        (lambda: next(model.parameters()).mul_(2), "load_model"),
+        (lambda: next(model.parameters()).register_hook(print), "get_grad_norm"),
         (model.half, "precision="),
         (lambda: model.to(torch.bfloat16), "precision="),
     ):

@@ -22,6 +22,7 @@ REFUSED = [
     ({"labels": torch.zeros(2, 4)}, "toy: the batch has no input_ids, only ['labels']"),
     ({}, "toy: the batch has no input_ids, only []"),
     ({"input_ids": torch.zeros(3, 4), "labels": torch.zeros(2, 4)}, "toy: labels has 2 rows, the batch has 3"),
+    ({"input_ids": torch.zeros(2, 4), "labels": torch.zeros(2, 3)}, "toy: labels has 3 tokens, the batch has 4"),
     ({"input_ids": [[1, 2]]}, "toy: cannot take input_ids=[[1, 2]]"),
     (
         {"input_ids": torch.zeros(2, 4), "token_type_ids": torch.zeros(2, 4)},
