@@ -27,7 +27,7 @@ from shardc.runtime.mesh import Mesh
 from shardc.runtime.pieces import gather_pieces
 from shardc.runtime.schedule import Schedule
 from shardc.runtime.spec import PlanSpec
-from shardc.runtime.state import Kept, Piece, StateOptions, used_up
+from shardc.runtime.state import Kept, Piece, StateOptions, incomplete, used_up
 from shardc.runtime.weights import Weights
 
 FSDP = "fsdp"  # the placement's name
@@ -252,7 +252,11 @@ class FullyShardedState:
         self._waits = False
 
     def reduce_gradients(self) -> None:
-        """Before a step: reduce what waits, forget what no rank has, free what is gathered. Every rank calls it."""
+        """Before a step: reduce what waits, forget what no rank has, free what is gathered. Every rank calls it.
+
+        Raises ShardcError after a backward pass that failed."""
+        if self._is_running:
+            raise incomplete()
         if self._waits:
             self._finish()
         if self.gradients.is_new:
@@ -273,7 +277,10 @@ class FullyShardedState:
         self.gradients.is_new = False
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Forget all gradients, those of a backward pass that failed too."""
+        if self._is_running:
+            self._end_backward()
+            self._waits = True  # fully_shard has its own end of the pass still to do
         if self._waits:
             self._finish()
         self.gradients.clear()

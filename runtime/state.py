@@ -70,7 +70,9 @@ class TrainingState(Protocol):
         """Inside, the backward passes of so many micro-batches add to gradients that are kept apart."""
 
     def reduce_gradients(self) -> None:
-        """Complete the gradients, once before an optimizer step: over partial tp axes, tied stages and dp."""
+        """Complete the gradients, once before an optimizer step: over partial tp axes, tied stages and dp.
+
+        Raises ShardcError where a backward pass failed since zero_grad, if the gradients are then lost."""
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -188,4 +190,12 @@ def used_up() -> ShardcError:
     return ShardcError(
         "backward was called twice on one loss; its gradients were used up",
         "call the model again for each backward",
+    )
+
+
+def incomplete() -> ShardcError:
+    """The error of a step after a backward pass that failed."""
+    return ShardcError(
+        "a backward pass failed before the gradients of all parameters were there",
+        "call optimizer.zero_grad(), and run the step's calls again",
     )

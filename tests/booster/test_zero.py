@@ -106,6 +106,42 @@ def test_frozen_parameters_stay(workers: Workers, name: str) -> None:
     workers.run(4, f"{HERE}:frozen", name)
 
 
+def failed_backward(name: str) -> None:
+    """A backward pass that fails midway, as for want of memory: no step on a part of the gradients; then all goes on."""
+    plugin, reference, model = plugin_named(name), make_model(), make_model()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.5)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(
+        model, sgd, None, make_loader(3, ROWS // plugin.dp_size)
+    )
+    (stage,) = model.module.stages.values()
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    for step, (batch, whole) in enumerate(zip(loader, make_loader(3), strict=True)):
+        if step == 1:
+            handle = stage.model.layers[0].mlp.register_full_backward_hook(fail)
+            with pytest.raises(MemoryError):
+                optimizer.backward(model(**batch).loss)
+            handle.remove()
+            with pytest.raises(ShardcError, match=r"backward pass failed .*\n  call optimizer.zero_grad\(\)"):
+                optimizer.step()
+            optimizer.zero_grad()
+        loss, expected = model(**batch).loss, reference(**whole).loss
+        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=2e-5, atol=0)
+        optimizer.backward(loss)
+        expected.backward()
+        for stepped in (optimizer, plain):
+            stepped.step()
+            stepped.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["fsdp"])
+def test_a_backward_that_fails_is_not_stepped_on(workers: Workers, name: str) -> None:
+    workers.run(4, f"{HERE}:failed_backward", name)
+
+
 class WithSpare(Decoder):
     """A parameter that no forward uses."""
 
