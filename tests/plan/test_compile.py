@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,16 @@ def test_a_summary_lists_every_attention_call(written: Path) -> None:
     assert not any(call["is_causal"] for call in masked)
     assert [stage["blocks"] for stage in summary["stages"]] == [2, 1]
     assert [stage["microbatches_alive"] for stage in summary["stages"]] == [2, 1]
+
+
+@pytest.mark.parametrize("options", [["--isolated"], []], ids=["as a user has it", "as this repository has it"])
+def test_ruff_has_nothing_to_say_about_the_source(written: Path, options: list[str]) -> None:
+    """With its own line length, and where shardc is the project's own package: imports are sorted in both."""
+    path = written / "model.py"
+    assert "from shardc.runtime import (" in path.read_text()
+    command = [sys.executable, "-m", "ruff", "check", "--extend-select", "I", *options, path]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_users_cuts_are_kept() -> None:
