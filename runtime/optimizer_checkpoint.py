@@ -30,7 +30,6 @@ from shardc.runtime.weights import FolderWeights
 
 FORMAT = 1
 INDEX, STATE, STEM = "optimizer.json", "state.pt", "optimizer"
-MAX_FILE_BYTES = 5 * 10**9
 MASTER = "master"
 # How a step is computed, not what: these stay as they are when a checkpoint is loaded.
 _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
@@ -46,11 +45,17 @@ class _Kept:
 
 
 def save_optimizer(
-    folder: Path, module: PlanModule, optimizer: torch.optim.Optimizer, *, extra: Mapping[str, Any]
+    folder: Path,
+    module: PlanModule,
+    optimizer: torch.optim.Optimizer,
+    *,
+    extra: Mapping[str, Any],
+    max_file_bytes: int = 2**30,
 ) -> None:
     """Write masters, states and random states. Every rank calls it.
 
-    optimizer: over `module.state.masters`. extra: of torch.save, whose weights_only load returns it.
+    optimizer: over `module.state.masters`. extra: of torch.save, whose weights_only load returns it. max_file_bytes:
+    of a file of tensors; rank 0 holds one file in memory, or one tensor where that is larger.
     They replace older ones as a whole; what else lies in the folder, such as the model, is kept. Raises ShardcError on
     every rank for what fails on one."""
     state, mesh = _state_of(module), module.mesh
@@ -67,7 +72,7 @@ def save_optimizer(
             checkpoint.send_all(tensors)
             return
         with checkpoint.drained(tensors), replacing(folder, is_old=_is_tensors) as partial:
-            checkpoint.write_tensors(partial, tensors, sizes, MAX_FILE_BYTES, stem=STEM)
+            checkpoint.write_tensors(partial, tensors, sizes, max_file_bytes, stem=STEM)
             options = [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
             numbers = {
                 name: of_one.numbers for name, of_one in kept.items() if of_one.numbers or len(of_one.dtypes) > 1

@@ -334,9 +334,9 @@ class Booster:
     ) -> None:
         """Write master weights, states, loss scale, random states and the data's position: a folder.
 
-        Every rank calls it."""
+        Every rank calls it. size_per_shard: MiB of a file in the folder; rank 0 has one in memory."""
         checkpoint.check_arguments("save_optimizer", gather_dtensor=gather_dtensor, prefix=prefix, use_async=use_async)
-        checkpoint.save_optimizer(optimizer, checkpoint_path)
+        checkpoint.save_optimizer(optimizer, checkpoint_path, size_per_shard)
 
     def load_optimizer(
         self,

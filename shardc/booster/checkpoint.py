@@ -74,7 +74,7 @@ def save_adapters(model: BoostedModel, folder: str | Path) -> None:
             save_adapter(folder, tensors, config)
 
 
-def save_optimizer(optimizer: BoostedOptimizer, folder: str | Path) -> None:
+def save_optimizer(optimizer: BoostedOptimizer, folder: str | Path, size_per_shard: int) -> None:
     """All that a run needs to go on, besides the weights."""
     _boosted(optimizer, BoostedOptimizer, "save_optimizer")
     extra: dict[str, Any] = {"steps": optimizer.num_steps}
@@ -82,7 +82,7 @@ def save_optimizer(optimizer: BoostedOptimizer, folder: str | Path) -> None:
         extra["scaler"] = optimizer.scaler.state_dict()
     if optimizer.dataloader is not None:
         extra["dataloader"] = optimizer.dataloader.state_dict()
-    write_optimizer(Path(folder), optimizer.module, optimizer.optim, extra=extra)
+    write_optimizer(Path(folder), optimizer.module, optimizer.optim, extra=extra, max_file_bytes=size_per_shard * 2**20)
 
 
 def load_optimizer(optimizer: BoostedOptimizer, folder: str | Path) -> None:

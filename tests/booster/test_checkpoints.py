@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -131,6 +132,44 @@ def test_a_save_keeps_what_else_lies_in_its_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "tokenizer.json", tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ShardcError, match=f"load_lr_scheduler: {path} cannot be read"):
             booster.load_lr_scheduler(schedule, path)
+
+
+def peaks(name: str, folder: str) -> tuple[int, int]:
+    """Resident bytes of this rank: at most in a training step, at most in saves of model and optimizer after it."""
+    model, plugin = make_model(hidden_size=512, intermediate_size=2048, num_hidden_layers=4), plugin_named(name)
+    booster = Booster(plugin=plugin)
+    model, optimizer, _, loader, _ = booster.boost(
+        model, torch.optim.AdamW(model.parameters()), None, make_loader(1, ROWS // plugin.dp_size)
+    )
+    gc.collect()
+    _forget_peak()
+    for batch in loader:
+        booster.backward(model(**batch).loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    training = _peak()
+    _forget_peak()
+    booster.save_model(model, f"{folder}/model", shard=True, size_per_shard=2)
+    booster.save_optimizer(optimizer, f"{folder}/optimizer", size_per_shard=2)
+    return training, _peak()
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks of resident memory are read from /proc")
+def test_a_save_needs_at_most_a_file_more_than_training(workers: Workers, tmp_path: Path) -> None:
+    """50 MiB of parameters, 150 of what the optimizer keeps, in files of 2 MiB, or of one parameter of 4."""
+    for rank, (training, saving) in enumerate(workers.run(2, f"{HERE}:peaks", "gemini", str(tmp_path))):
+        assert saving - training < (4 + 8) * 2**20, (rank, training, saving)
+    files = [path.stat().st_size for path in (tmp_path / "optimizer").glob("*.safetensors")]
+    assert len(files) > 30 and max(files) < 5 * 2**20
 
 
 # -- runs that go on ---------------------------------------------------------------------------------------------------

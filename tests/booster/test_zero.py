@@ -107,7 +107,7 @@ def test_frozen_parameters_stay(workers: Workers, name: str) -> None:
 
 
 def failed_backward(name: str) -> None:
-    """A backward pass that fails midway, as for want of memory: no step on a part of the gradients; then all goes on."""
+    """A backward pass that fails midway, as for want of memory: no step on part of the gradients; then all goes on."""
     plugin, reference, model = plugin_named(name), make_model(), make_model()
     plain = torch.optim.SGD(reference.parameters(), lr=0.5)
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
