@@ -279,9 +279,9 @@ class _FromGraph(Canonicaliser):
     """Numbers a ModelGraph for one probe: its symbols become the probe's numbers."""
 
 
-def from_graph(graph: ModelGraph, probe: Probe, axis_sizes: dict[str, int], numbers: Numbers) -> Canonical:
+def from_graph(graph: ModelGraph, probe: Probe, axis: MeshAxis, numbers: Numbers) -> Canonical:
     def literal(item: Any) -> Any:
-        return fx.node.map_aggregate(item, lambda x: concrete(x, probe, axis_sizes))
+        return fx.node.map_aggregate(item, lambda x: concrete(x, probe, axis))
 
     values: dict[fx.Node, Value | None] = {}
 
@@ -289,7 +289,7 @@ def from_graph(graph: ModelGraph, probe: Probe, axis_sizes: dict[str, int], numb
         if node not in values:
             value = node.meta.get("value")
             values[node] = value and Value(
-                literal(tuple(value.shape)), concrete(value.dtype, probe, axis_sizes), value.requires_grad
+                literal(tuple(value.shape)), concrete(value.dtype, probe, axis), value.requires_grad
             )
         return values[node]
 
@@ -302,13 +302,13 @@ def canonical_name(graph: ModelGraph) -> Callable[[str], str]:
     return lambda name: names.get(name, name)
 
 
-def concrete(item: Any, probe: Probe, axis_sizes: dict[str, int]) -> Any:
-    """A symbol's value in one run."""
+def concrete(item: Any, probe: Probe, axis: MeshAxis) -> Any:
+    """A symbol's value in one run, on the rank that `axis` says."""
     if isinstance(item, Size):
         return item.at(probe.batch, probe.seq)
     if isinstance(item, ShardSize):
         size = item.size if isinstance(item.size, int) else item.size.at(probe.batch, probe.seq)
-        return -(-size // axis_sizes[item.axis])  # of the first coord, which holds one more where shards are uneven
+        return axis.named(item.axis).shard_size(size)
     if item is MODEL_DTYPE:
         return probe.dtype
     if item is DTYPE_MIN:

@@ -13,38 +13,59 @@ from shardc.capture import Variant
 from shardc.capture.fit import Probe
 from shardc.capture.graph import ModelGraph, Value, op_name
 from shardc.capture.patches import default_dtype
+from shardc.capture.symbols import ShardSize
 from shardc.emit.canonical import Canonical, Canonicaliser, Numbers, canonical_name, concrete, from_graph
-from shardc.emit.retrace import Memo, Retrace, Unseen, retrace
+from shardc.emit.retrace import Memo, Retrace, retrace
+from shardc.emit.traced_axis import TracedAxis
+from shardc.emit.unseen import Unseen
 from shardc.errors import ShardcError
+from shardc.runtime.mesh import MeshAxis
 
 
 def compare(
-    make_stage: Callable[[], nn.Module],
+    make_stage: Callable[[MeshAxis], nn.Module],
     stage: Mapping[Variant, ModelGraph],
     *,
     window: int | None = None,
-    axis_sizes: Mapping[str, int] | None = None,
+    tp: int = 1,
+    sub_axes: Mapping[str, int] | None = None,
     memo: Memo | None = None,
 ) -> None:
-    """Raise ShardcError unless the emitted stage computes what the graphs say, in every variant.
+    """Raise ShardcError unless the emitted stage computes what the graphs say, in every variant and on every rank.
 
-    make_stage: builds the stage under the current default dtype and device, with an abstract `MeshAxis`. window: the
-    sequence length from which the `long` variants hold. axis_sizes: of the mesh axes, default {"tp": 1}. memo: shared
-    by the stages of a plan.
-    Runs on meta tensors: bfloat16 in training, float32 in evaluation. The error names the module and the line of
-    model.py of the first operation that differs.
+    make_stage: builds the stage under the current default dtype and device. window: the sequence length from which the
+    `long` variants hold. sub_axes: factors of tp, major first. memo: shared by the stages of a plan.
+    Runs on meta tensors: bfloat16 in training, float32 in evaluation; for one rank where all hold as much, and for each
+    where shards are uneven. The error names the module and the line of model.py of the first operation that differs.
     """
-    sizes = {"tp": 1, **(axis_sizes or {})}
     memo = {} if memo is None else memo
+    for coord in range(tp) if any(map(_is_uneven, stage.values())) else (0,):
+        axis = TracedAxis.abstract("tp", tp, coord=coord, sub_axes=sub_axes)
+        _compare_on(axis, make_stage, stage, window, memo)
+
+
+def _is_uneven(graph: ModelGraph) -> bool:
+    """Whether ranks hold unequal parts of something, as of an odd vocabulary."""
+    shapes = [node.meta["value"].shape for node in graph.graph.nodes if isinstance(node.meta.get("value"), Value)]
+    return any(isinstance(dim, ShardSize) and isinstance(dim.size, int) for shape in shapes for dim in shape)
+
+
+def _compare_on(
+    axis: MeshAxis,
+    make_stage: Callable[[MeshAxis], nn.Module],
+    stage: Mapping[Variant, ModelGraph],
+    window: int | None,
+    memo: Memo,
+) -> None:
     for training, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         with default_dtype(dtype), torch.device("meta"):
-            module = make_stage()
+            module = make_stage(axis)
         module.train(training)
         for variant, graph in stage.items():
-            probe = _probe(variant, training, dtype, window, sizes["tp"])
+            probe = _probe(variant, training, dtype, window, axis.size)
             numbers = Numbers()
-            expected = from_graph(graph, probe, sizes, numbers)
-            trace = _run(module, graph, variant, probe, sizes, memo)
+            expected = from_graph(graph, probe, axis, numbers)
+            trace = _run(module, graph, variant, probe, axis, memo)
             _check(module, variant, expected, _from_trace(trace, graph, numbers), trace)
 
 
@@ -58,14 +79,12 @@ def _probe(variant: Variant, training: bool, dtype: torch.dtype, window: int | N
     return Probe(3 if training else 2, seq, dtype, training)
 
 
-def _run(
-    module: nn.Module, graph: ModelGraph, variant: Variant, probe: Probe, sizes: dict[str, int], memo: Memo
-) -> Retrace:
+def _run(module: nn.Module, graph: ModelGraph, variant: Variant, probe: Probe, axis: MeshAxis, memo: Memo) -> Retrace:
     inputs = {}
     for name, node in graph.inputs.items():
         value: Value = node.meta["value"]
-        shape = [concrete(dim, probe, sizes) for dim in value.shape]
-        dtype = concrete(value.dtype, probe, sizes)
+        shape = [concrete(dim, probe, axis) for dim in value.shape]
+        dtype = concrete(value.dtype, probe, axis)
         inputs[name] = torch.empty(shape, dtype=dtype, device="meta").requires_grad_(value.requires_grad)
     names = ("loss", "logits") if "logits" in graph.outputs else tuple(graph.outputs)
     try:

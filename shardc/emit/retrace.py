@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from shardc.capture.graph import Value, op_name
 from shardc.capture.memo import Concrete, Made, NotPlain, Signature, flatten
 from shardc.capture.writes import writes_in_place
-from shardc.errors import ShardcError
+from shardc.emit.unseen import Unseen
 from shardc.runtime.mesh import MeshAxis
 
 _NOT_RECORDED = {"__repr__", "__format__"}
@@ -24,16 +24,6 @@ _NOT_RECORDED = {"__repr__", "__format__"}
 _HIDDEN = frozenset({"__set__", "__delete__", "register_hook", "register_post_accumulate_grad_hook", "backward"})
 
 Memo = dict[Any, Signature]
-
-
-class Unseen(ShardcError):
-    """The module does what a record of its operations does not show."""
-
-    def __init__(self, where: object, what: str):
-        super().__init__(
-            f"{where}: {what}, which a comparison of operations does not see",
-            "undo the edit, or compile the plan again",
-        )
 
 
 @dataclass(frozen=True, slots=True)

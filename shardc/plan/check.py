@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -170,21 +169,18 @@ def _schedule(plan: PlanFolder, stages: Stages) -> Checked:
 
 
 def _source(plan: PlanFolder, stages: Stages) -> Checked:
-    """Source: model.py, traced again in both dtypes, in training and in evaluation, computes what the graphs say."""
+    """Source: model.py, traced again in training and in evaluation, computes what the graphs say on every rank."""
     from shardc.emit.compare import compare
     from shardc.emit.retrace import Memo
-    from shardc.runtime.mesh import MeshAxis
     from shardc.runtime.source import import_source
 
     mesh = plan.data["mesh"]
-    axis = MeshAxis.abstract("tp", mesh["tp"], sub_axes=mesh["sub_axes"])
-    sizes = {"tp": mesh["tp"]} | {f"tp.{name}": size for name, size in (mesh["sub_axes"] or {}).items()}
     try:
         source = import_source(plan.path / "model.py", "shardc_checked_plan")
         memo: Memo = {}
         for index, stage in enumerate(stages):
-            make = functools.partial(source.STAGES[index], axis)
-            compare(make, stage, window=plan.data["graphs"]["window"], axis_sizes=sizes, memo=memo)
+            window = plan.data["graphs"]["window"]
+            compare(source.STAGES[index], stage, window=window, tp=mesh["tp"], sub_axes=mesh["sub_axes"], memo=memo)
             yield f"stage {index}"
         yield from _count(source, stages)
     except ShardcError as error:

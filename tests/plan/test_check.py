@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from shardc.errors import ShardcError
-from shardc.plan import Refuted, check_folder, load_plan
+from shardc.plan import Refuted, check_folder, compile_plan, load_plan, write_plan
+from tests.plan.conftest import SMALL
 
 
 def _edit(folder: Path, change: Callable[[dict], None]) -> None:
@@ -115,7 +116,11 @@ def test_a_mistake_in_plan_json_is_refuted(
     assert any(part in str(f) for part in text.split("|") for f in findings), [str(f) for f in findings]
 
 
+DOWN = "down_proj = self.down_proj("
 SOURCES = [
+    (DOWN, DOWN.replace("self", "(1 + self.tp.coord) * self"), "asks for `coord` of the mesh axis"),
+    (DOWN, DOWN.replace("self", "(1 if self.tp.group is None else 2) * self"), "asks for `group`"),
+    ("self.tp = tp\n", "self.tp = tp.at(0)\n", "asks for `at`"),
     ("return all_reduce(down_proj, self.tp)", "return 2 * all_reduce(down_proj, self.tp)", "mlp (model.py:"),
     ("(shift_labels != -100).sum()", "(shift_labels != -101).sum()", "count_targets gives"),
     ("return residual + hidden_states", "return no_such_name", "no_such_name"),
@@ -130,6 +135,15 @@ def test_a_wrong_edit_of_the_source_is_refuted_and_not_loaded(folder: Path, old:
     assert text in str(findings[0])
     with pytest.raises(Refuted, match="refuted: "):
         load_plan(folder)
+
+
+def test_ranks_that_hold_unequal_parts_are_each_proved(tmp_path: Path) -> None:
+    """A vocabulary of 97 over 2 ranks: the edit computes otherwise on the last rank alone."""
+    folder = write_plan(compile_plan("Qwen3-4B", tp=2, overrides=SMALL | {"vocab_size": 97}), tmp_path / "plan")
+    assert check_folder(folder).findings == []
+    _edit_text(folder, "model.py", "return loss, logits", "return loss * (50 - self.tp.shard_size(97)), logits")
+    (finding,) = check_folder(folder).findings
+    assert "mul is not what the plan computes" in finding.what
 
 
 def test_a_right_edit_of_the_source_is_loaded(folder: Path) -> None:
