@@ -30,9 +30,9 @@ rule("block_input", "block_output", "div", "true_divide", "expand_as", linear="f
 rule("type_as", linear="first", reads=1)(broadcast)
 # Not linear.
 rule("dropout", random=True)(broadcast)
-rule("rdiv", "rsub", "pow", "rpow", "rsqrt", "sqrt", "reciprocal", "square", "exp", "log", "abs")(broadcast)
-rule("cos", "sin", "tanh", "sigmoid", "erf")(broadcast)
-rule("relu", "silu", "gelu", "softplus", "leaky_relu", "mish", "elu")(broadcast)
+rule("rdiv", "rsub", "pow", "rpow", "rsqrt", "sqrt", "reciprocal", "square", "exp", "expm1", "log", "log1p")(broadcast)
+rule("abs", "cos", "sin", "tanh", "sigmoid", "erf")(broadcast)
+rule("relu", "relu6", "silu", "hardswish", "gelu", "softplus", "leaky_relu", "mish", "elu", "selu")(broadcast)
 rule("clamp", "clip", "where", "masked_fill", "maximum", "minimum", "floor_divide", "remainder")(broadcast)
 rule("bool", "long", "int", "type", "zeros_like", "ones_like", "full_like", "isnan", "isinf")(broadcast)
 rule("logical_not", "logical_and", "logical_or")(broadcast)
