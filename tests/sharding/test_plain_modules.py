@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shardc.capture import Variant
 from shardc.policy import match, module_classes, parse_policy
 from shardc.sharding.shard import ShardedModel, shard
 from tests.sharding.exact import TOLERANCE, largest_error
 from tests.sharding.families import Model
-from tests.sharding.plain import Plain
+from tests.sharding.plain import DIM, HEADS, Plain, with_loss
 
 POLICY = """rules:
   "embed": vocab
@@ -54,6 +56,29 @@ def test_equal_blocks_with_unequal_roles(only: str, blocks: dict, tp: int, seque
     assert sharded.variants[Variant()].blocks == blocks
     held = {name: parameters[f"blocks.{name}.attention.qkv.weight"].shard is not None for name in "012"}
     assert held == {name: name in only for name in "012"}
+
+
+class Mixed(Plain):
+    """One scale for the heads of a sharded query and for the residual stream, seen as heads."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, DIM // HEADS))
+        self.query = nn.Linear(DIM, DIM)
+        self.back = nn.Linear(DIM, DIM)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Any]:
+        x = self.embed(input_ids)
+        heads = self.query(x).unflatten(-1, (HEADS, -1)) * self.scale
+        x = (x.unflatten(-1, (HEADS, -1)) * self.scale).flatten(-2) + self.back(heads.flatten(-2))
+        return with_loss(self.head(self.norm(self.blocks[0](x))), labels)
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), LAYOUTS)
+def test_a_parameter_of_shards_and_of_what_is_whole_is_exact(tp: int, sequence_parallel: bool) -> None:
+    """PITFALLS 21: its gradient is partial in one use only, so that the sum over ranks cannot wait for the end."""
+    _, parameters = _check(POLICY + '  "query": column\n  "back": row\n', tp, sequence_parallel, Mixed)
+    assert parameters["scale"].grad_reduce == (("tp",) if sequence_parallel else ())
 
 
 def _check(
