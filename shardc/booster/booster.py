@@ -227,7 +227,14 @@ class Booster:
 
     # -- the loop ------------------------------------------------------------------------------------------------------
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
-        """Gradients of a loss that the model returned, added to those that the optimizer has."""
+        """Gradients of a loss that the model returned, added to those that the optimizer has.
+
+        Raises ShardcError for an optimizer that boost did not return."""
+        if not isinstance(optimizer, BoostedOptimizer):
+            raise ShardcError(
+                f"backward: given {type(optimizer).__name__}, not the optimizer that boost returned",
+                "write model, optimizer, ... = booster.boost(model, optimizer, ...), and use that optimizer",
+            )
         optimizer.backward(loss)
 
     def execute_pipeline(

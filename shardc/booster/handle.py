@@ -47,15 +47,14 @@ class ParameterHandle(nn.Parameter):
     def __torch_function__(
         cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name = func.__name__
-        if name == "__get__":
+        name, writes = func.__name__, _writes(func.__name__)
+        is_read = name == "__get__"
+        if name in ("__get__", "__set__"):
             name = func.__self__.__name__
-            harmless = name not in _VALUES
-        else:
-            harmless = name in _ABOUT_SHAPE
+        harmless = name not in _VALUES if is_read else name in _ABOUT_SHAPE
         if name in _HOOKS:
             raise ShardcError(f"{name}: no gradient reaches this parameter", "read optimizer.get_grad_norm()")
-        if args and isinstance(args[0], cls) and _writes(name):
+        if args and isinstance(args[0], cls) and writes:
             raise ShardcError(
                 f"{name}: parameters are changed by the optimizer's steps alone since boost",
                 "change them before boost, or call booster.load_model(model, folder)",

@@ -38,7 +38,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.dataloader: ShardedLoader | None = None
         self.monitor: Monitor | None = None
         self.after_step: Callable[[BoostedOptimizer], None] | None = None
-        self.in_backward = False
+        self.in_backward = self._in_step = False
+        optimizer.register_step_pre_hook(self._check_step)
         self._norm: Tensor | None = None
         self._clip: Tensor | None = None
 
@@ -136,13 +137,25 @@ class BoostedOptimizer(torch.optim.Optimizer):
         # Where some gradient of some rank is not finite, neither is the norm, which is equal on every rank.
         self.skipped = self.scaler is not None and not bool(norm.isfinite())
         if not self.skipped:
-            self.training_state.step(self.optim, self._factor())
+            self._in_step = True
+            try:
+                self.training_state.step(self.optim, self._factor())
+            finally:
+                self._in_step = False
         if self.scaler is not None:
             self.scaler.update(self.skipped)
         self._clip = None
         self.num_steps += 1
         if self.after_step is not None:
             self.after_step(self)
+
+    def _check_step(self, *_: Any) -> None:
+        """Raises ShardcError in a step of the user's own optimizer, which has no gradients since boost."""
+        if not self._in_step:
+            raise ShardcError(
+                f"{type(self.optim).__name__}.step: the optimizer was boosted, and this is not what boost returned",
+                "write model, optimizer, ... = booster.boost(model, optimizer, ...), and use that optimizer",
+            )
 
     def _factor(self) -> Tensor | None:
         """0-d: what the gradients are multiplied by; None is 1."""

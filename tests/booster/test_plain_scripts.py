@@ -48,6 +48,10 @@ def backward_of_the_loss(name: str) -> None:
 def gradients_of_parameters(name: str) -> None:
     """clip_grad_norm_, .grad, a penalty over them: not there, and said so, before any step goes wrong."""
     model, optimizer, batches = boosted(name)
+    with pytest.raises(ShardcError, match=r"SGD\.step: the optimizer was boosted, and this is not what boost returned"):
+        optimizer.unwrap().step()
+    with pytest.raises(ShardcError, match="backward: given SGD, not the optimizer that boost returned"):
+        Booster().backward(model(**batches[0]).loss, optimizer.unwrap())
     splits = plugin_named(name).recipe.placement == "zero3"
     expected = "gather_parameters" if splits else r"weight_decay"
     with pytest.raises(ShardcError, match=expected):
@@ -89,6 +93,7 @@ def saving_and_moving(name: str) -> None:
         (lambda: copy.deepcopy(model), "save_model"),
         (lambda: pickle.dumps(optimizer), "save_optimizer"),
         (lambda: next(model.parameters()).mul_(2), "load_model"),
+        (lambda: setattr(next(model.parameters()), "data", torch.zeros(1)), "load_model"),
         (lambda: next(model.parameters()).register_hook(print), "get_grad_norm"),
         (model.half, "precision="),
         (lambda: model.to(torch.bfloat16), "precision="),
