@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from torch import fx
 
 from shardc.capture.graph import op_name
 from shardc.capture.symbols import ShardSize, Size
 from shardc.emit.author import names_in
+from shardc.emit.choose_sources import ChosenSources
+from shardc.emit.containers import differing_calls, elements, index_path
 from shardc.emit.expressions import ATOM, PRODUCT, SUM, Printer, Text
 from shardc.emit.flow import value_of
 from shardc.emit.fold import Folder, Statement, draws_sharded
 from shardc.emit.frames import ChildCall, Frame, Op
+from shardc.emit.lines import Body, Line
 from shardc.emit.names import Namer, is_usable, loop_variable, unused
-from shardc.emit.roll import Loop, Unit, index_condition, roll
-from shardc.emit.sources import Need, gathered, gives, may_be_missing, needs_of, parts_of
+from shardc.emit.roll import Loop, Unit, roll
+from shardc.emit.sources import gathered, gives, parts_of
 from shardc.emit.wrap import WIDTH
 
 _WIDTH = WIDTH - 8
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One statement: its text, one string a line with indentation of its own, and the names that it assigns."""
-
-    text: tuple[str, ...]
-    defines: frozenset[str] = frozenset()
-
-
-@dataclass(slots=True)
-class Body:
-    """A forward in one variant. absent: names of formals that this variant does not have, they are None.
-
-    none_names: names that must be None where they are read though an argument or an earlier value has that name.
-    """
-
-    lines: list[Line] = field(default_factory=list)
-    absent: frozenset[str] = frozenset()
-    none_names: set[str] = field(default_factory=set)
-    axes: set[str] = field(default_factory=set)
-    functions: set[str] = field(default_factory=set)
 
 
 class BodyWriter:
@@ -110,7 +90,8 @@ class BodyWriter:
         self.maker = folder.maker
         self.body = Body(absent=frozenset(self.all_formals) - set(self.frame.formal_names))
         self.printer = Printer(self._value, self._size, self._prefix, self._dtype, self._device)
-        missing = self._choose_sources(finish)
+        self.chosen = ChosenSources(self.frame, self.statements, finish.extra_uses(self))
+        missing = self.chosen.choose(self.folded, self.common)
         if missing is not None:
             return self.body, missing
         self.name_of: dict[fx.Node, str] = {}
@@ -146,71 +127,6 @@ class BodyWriter:
         )
         return last if single and not (isinstance(last, Op) and value_of(last.node) is None) else None
 
-    # -- sources of sizes, dtypes and devices ---------------------------------------------------------------------
-    def _choose_sources(self, finish: Finish) -> fx.Node | None:
-        """Sets `source` and `last_use`; returns a folded value that must get a name because only it shows a size."""
-        self.source: dict[tuple[fx.Node, Need], fx.Node] = {}
-        self.last_use: dict[fx.Node, int] = {}
-        self.last_dtype_use: dict[fx.Node, int] = {}
-        end = len(self.statements)
-        for i, statement in enumerate(self.statements):
-            for unit in statement.units:
-                for node in unit.operands:
-                    self.last_use[node] = i
-        for node in self.frame.results:
-            self.last_use[node] = end
-        for node, i in finish.extra_uses(self).items():
-            self.last_use[node] = max(self.last_use.get(node, 0), i)
-        real = dict(self.last_use)
-        pairs = zip(self.frame.formals, self.frame.formal_names, strict=True)
-        # Other variants have to read the same; a run without labels reads none of them.
-        formals = [node for node, name in pairs if name in self.common and not may_be_missing(node)]
-        named = list(formals)
-        rest = [node for node in self.frame.formals if node not in formals and not may_be_missing(node)]
-        inside: list[fx.Node] = []
-        for i, statement in enumerate(self.statements):
-            leaves = [node for unit in statement.units for node in unit.operands if node not in self.folded]
-            for unit in statement.units:
-                if not isinstance(unit, Op):
-                    continue
-                own = [node for node in unit.operands if node not in self.folded]
-                for need in needs_of(self.flow, unit.node):
-                    live = [x for x in named if real.get(x, -1) >= i]
-                    nearest = [*formals, *live] if need == "dtype" else [*live, *formals]
-                    shards = [x for x in formals if gathered(need, x)]
-                    if shards and not any(gives(x, need) for x in (*own, *leaves, *formals)):
-                        order = [*own, *leaves, *shards]  # write what every variant can
-                    else:
-                        order = [*own, *leaves, *nearest, *reversed(named)]
-                    if not self._pick(unit.node, need, order, i):
-                        parameters = [x for x in leaves if x.op == "get_attr"]
-                        if need == "dtype" and self._pick(unit.node, need, parameters, i, parameters_too=True):
-                            continue
-                        hidden = [*inside, *(x for u in statement.units for x in u.outputs if x in self.folded)]
-                        shown = (x for x in hidden for part in parts_of(need) if gives(x, part) or gathered(part, x))
-                        found = next(shown, None)
-                        if found is not None:
-                            return found
-                        picked = self._pick(unit.node, need, [*order, *rest], i)
-                        assert picked, f"{need} is shown by no tensor"
-            for unit in statement.units:
-                inside.extend(x for x in unit.outputs if x in self.folded)
-            named.extend(statement.root.outputs)
-        return None
-
-    def _pick(self, node: fx.Node, need: Need, order: list[fx.Node], i: int, parameters_too: bool = False) -> bool:
-        order = [x for x in order if parameters_too or x.op != "get_attr"]
-        for part in [need] if any(gives(x, need) for x in order) else parts_of(need):
-            chosen = next((x for x in order if gives(x, part)), None) or next(
-                (x for x in order if gathered(part, x)), None
-            )
-            if chosen is None:
-                return False
-            self.source[node, part] = chosen
-            uses = self.last_dtype_use if part == "dtype" else self.last_use
-            uses[chosen] = max(uses.get(chosen, -1), i)
-        return True
-
     # -- names ----------------------------------------------------------------------------------------------------
     def _bind(self, node: fx.Node, name: str) -> str:
         self.name_of[node] = name
@@ -218,7 +134,7 @@ class BodyWriter:
         return name
 
     def _is_live(self, node: fx.Node) -> bool:
-        return self.last_use.get(node, -1) > self.index
+        return self.chosen.last_use.get(node, -1) > self.index
 
     def _assign(self, node: fx.Node, wish: str | None = None) -> str:
         """A name for a new value: the wished one, unless what has it is still needed."""
@@ -229,7 +145,7 @@ class BodyWriter:
         old = self.holder.get(name)
         if old is not None and old is not node and self._is_live(old):
             name = self._make_room(old, name)
-        elif old is not None and old is not node and self.last_dtype_use.get(old, -1) > self.index:
+        elif old is not None and old is not node and self.chosen.last_dtype_use.get(old, -1) > self.index:
             dtype = unused("input_dtype", self.holder)
             self._line(f"{dtype} = {name}.dtype", {dtype})
             self.attribute_names[old] = dtype
@@ -300,7 +216,7 @@ class BodyWriter:
 
     def _size(self, size: Size | ShardSize) -> Text:
         node = self.printing
-        whole = self.source.get((node, size))
+        whole = self.chosen.source.get((node, size))
         if whole is not None and gives(whole, size):
             dim = value_of(whole).shape.index(size)
             return Text(f"{self._named(whole)}.shape[{dim}]", ATOM)
@@ -327,7 +243,8 @@ class BodyWriter:
         if first is None:
             return "", 0
         best, length = None, 1
-        for candidate in dict.fromkeys([operand, *(self.source[node, s] for s in sizes if (node, s) in self.source)]):
+        source = self.chosen.source
+        for candidate in dict.fromkeys([operand, *(source[node, s] for s in sizes if (node, s) in source)]):
             if candidate in self.folded or candidate not in self.name_of:
                 continue
             shape = value_of(candidate).shape
@@ -343,11 +260,11 @@ class BodyWriter:
         return f"*{self._named(best)}.shape{until}", length
 
     def _dtype(self) -> str:
-        source = self.source[self.printing, "dtype"]
+        source = self.chosen.source[self.printing, "dtype"]
         return self.attribute_names.get(source) or f"{self._named(source)}.dtype"
 
     def _device(self) -> str:
-        return f"{self._named(self.source[self.printing, 'device'])}.device"
+        return f"{self._named(self.chosen.source[self.printing, 'device'])}.device"
 
     # -- statements ---------------------------------------------------------------------------------------------------
     def _line(self, text: str, defines: Iterable[str] = ()) -> None:
@@ -435,36 +352,18 @@ class BodyWriter:
         for offset, call in enumerate(loop.calls):
             calls.setdefault(tuple(self._loop_arguments(loop, call)), []).append(loop.first + offset)
         indices = [loop.first + k for k in range(len(loop.calls))]
-        elements = self._elements(relative, indices)
+        members = elements(relative, self.containers[relative], indices)
         target = ", ".join(results)
         lines: list[str]
         if len(calls) == 1:
             ((arguments, _),) = calls.items()
-            lines = [f"for {variable} in {elements}:", f"    {target} = {variable}({', '.join(arguments)})"]
+            lines = [f"for {variable} in {members}:", f"    {target} = {variable}({', '.join(arguments)})"]
         else:
             start = f", {loop.first}" if loop.first else ""
-            lines = [f"for i, {variable} in enumerate({elements}{start}):"]
-            lines += self._differing_calls(calls, indices, target, variable)
+            lines = [f"for i, {variable} in enumerate({members}{start}):"]
+            lines += differing_calls(calls, indices, target, variable, _WIDTH - 8)
         defines = {*results, variable, *(["i"] if len(calls) > 1 else [])}
         self.body.lines.append(Line(tuple(lines), frozenset(defines)))
-
-    def _differing_calls(
-        self, calls: dict[tuple[str, ...], list[int]], indices: list[int], target: str, variable: str
-    ) -> list[str]:
-        kinds = sorted(calls.items(), key=lambda kind: (len(index_condition(kind[1], indices)), kind[1]))
-        widths = {len(arguments) for arguments in calls}
-        if len(kinds) == 2 and len(widths) == 1:
-            (first, chosen), (second, _) = kinds
-            condition = index_condition(chosen, indices)
-            merged = [a if a == b else f"{a} if {condition} else {b}" for a, b in zip(first, second, strict=True)]
-            line = f"    {target} = {variable}({', '.join(merged)})"
-            if sum(a != b for a, b in zip(first, second, strict=True)) == 1 and len(line) <= _WIDTH - 8:
-                return [line]
-        lines = []
-        for k, (arguments, chosen) in enumerate(kinds):
-            test = "else" if k + 1 == len(kinds) else f"{'elif' if k else 'if'} {index_condition(chosen, indices)}"
-            lines += [f"    {test}:", f"        {target} = {variable}({', '.join(arguments)})"]
-        return lines
 
     def _loop_arguments(self, loop: Loop, call: ChildCall) -> list[str]:
         found = []
@@ -474,18 +373,6 @@ class BodyWriter:
             else:
                 found.append(self._argument(call, formal))
         return found
-
-    def _elements(self, relative: str, indices: list[int]) -> str:
-        held = self.containers[relative]
-        if held.start == 0:
-            start = str(indices[0]) if indices[0] else ""
-            stop = str(indices[-1] + 1) if indices[-1] + 1 != held.stop else ""
-            return f"self.{relative}" + (f"[{start}:{stop}]" if start or stop else "")
-        values = f"self.{relative}.values()"
-        if indices == list(held):
-            return values
-        start, stop = indices[0] - held.start, indices[-1] + 1 - held.start
-        return f"list({values})[{start or ''}:{stop if stop != len(held) else ''}]"
 
 
 class Finish:
@@ -502,19 +389,6 @@ class Finish:
 
     def write(self, writer: BodyWriter) -> None:
         """Writes the last lines."""
-
-
-def index_path(relative: str, containers: dict[str, range]) -> str:
-    """ "layers.0.mlp" -> "layers[0].mlp"; containers that do not begin at 0 are dicts: layers["20"]."""
-    text, so_far = "", ""
-    for part in relative.split("."):
-        if part.isdigit():
-            held = containers.get(so_far)
-            text += f"[{part}]" if held is None or held.start == 0 else f'["{part}"]'
-        else:
-            text += ("." if text else "") + part
-        so_far += ("." if so_far else "") + part
-    return text
 
 
 def number_of_parts(flow: object, node: fx.Node) -> int:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardc.emit.body import Line
+from shardc.emit.lines import Line
 from shardc.emit.variants import CallKey
 from shardc.emit.wrap import WIDTH, wrap
 from shardc.errors import ShardcError

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from shardc.capture import Variant
 from shardc.capture.symbols import S, ShardSize
 from shardc.emit.author import names_in
-from shardc.emit.body import Body, BodyWriter, Finish
+from shardc.emit.body import BodyWriter, Finish
 from shardc.emit.classes import EmittedClass, OwnParameter, Use, grouped
 from shardc.emit.expressions import literal
 from shardc.emit.flow import value_of
 from shardc.emit.frames import ChildCall, Frame, Op
 from shardc.emit.library import library_layer
+from shardc.emit.lines import Body
 from shardc.emit.merge import Merged, Merger, Test, branch_on
 from shardc.emit.names import Namer, class_name, is_usable, name_formals
 from shardc.emit.sources import gathered, may_be_missing

@@ -8,10 +8,11 @@ from torch import fx
 
 from shardc.capture import Variant
 from shardc.capture.graph import ModelGraph
-from shardc.emit.body import BodyWriter, Finish, Line
+from shardc.emit.body import BodyWriter, Finish
 from shardc.emit.classes import Use
 from shardc.emit.flow import Flow
 from shardc.emit.frames import Frame, build_frames
+from shardc.emit.lines import Line
 from shardc.emit.module import FileBuilder, Forward
 from shardc.emit.names import Namer
 from shardc.emit.sources import add_missing_sources
