@@ -176,9 +176,9 @@ def test_a_save_needs_at_most_a_file_more_than_training(workers: Workers, tmp_pa
 STEPS, SAVED_AFTER = 8, 3
 
 
-def run_of(plugin: Any, *, accumulate: int = 1) -> tuple[Any, ...]:
+def run_of(plugin: Any, *, dropout: float = 0.0) -> tuple[Any, ...]:
     """Everything of a run over shuffled data: booster, then what boost returns."""
-    model = make_model(attention_dropout=0.0)
+    model = make_model(attention_dropout=dropout)
     optimizer = torch.optim.AdamW(list(parameter_groups(model)), lr=3e-3)
     schedule = torch.optim.lr_scheduler.SequentialLR(
         optimizer,
@@ -213,14 +213,15 @@ def train(run: tuple[Any, ...], steps: int, folder: str | None = None) -> list[t
     return done
 
 
-def first_run(name: str, precision: str, folder: str) -> list[tuple[float, float]]:
+def first_run(name: str, precision: str, folder: str, dropout: float) -> list[tuple[float, float]]:
     """The whole run, which saves in the middle."""
-    return train(run_of(plugin_named(name, precision)), STEPS, folder)
+    return train(run_of(plugin_named(name, precision), dropout=dropout), STEPS, folder)
 
 
-def resumed(name: str, precision: str, folder: str) -> list[tuple[float, float]]:
+def resumed(name: str, precision: str, folder: str, dropout: float) -> list[tuple[float, float]]:
     """The rest of it, from the folder."""
-    run = run_of(plugin_named(name, precision) if name != "tp4" else HybridParallelPlugin(4, 1, precision=precision))
+    plugin = plugin_named(name, precision) if name != "tp4" else HybridParallelPlugin(4, 1, precision=precision)
+    run = run_of(plugin, dropout=dropout)
     booster, model, optimizer, _, _, schedule = run
     booster.load_model(model, f"{folder}/model")
     booster.load_optimizer(optimizer, f"{folder}/optimizer")
@@ -228,15 +229,17 @@ def resumed(name: str, precision: str, folder: str) -> list[tuple[float, float]]
     return train(run, STEPS - SAVED_AFTER)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_of_tp2_pp2_zero1_goes_on_anywhere(workers: Workers, precision: str, tmp_path: Path) -> None:
-    first = workers.run(4, f"{HERE}:first_run", "tp2_pp2_zero1", precision, str(tmp_path))[0]
-    assert workers.run(4, f"{HERE}:resumed", "tp2_pp2_zero1", precision, str(tmp_path))[0] == first[SAVED_AFTER:], (
-        "bit by bit"
-    )
-    others = ["ddp", "tp4", "zero2", "gemini", "fsdp"] if precision == "fp32" else []
+@pytest.mark.parametrize(("precision", "dropout"), [("fp32", 0.0), ("bf16", 0.2)])
+def test_a_run_of_tp2_pp2_zero1_goes_on_anywhere(
+    workers: Workers, precision: str, dropout: float, tmp_path: Path
+) -> None:
+    """Bit by bit on its own layout, with the masks of dropout; elsewhere without them."""
+    first = workers.run(4, f"{HERE}:first_run", "tp2_pp2_zero1", precision, str(tmp_path), dropout)[0]
+    rest = workers.run(4, f"{HERE}:resumed", "tp2_pp2_zero1", precision, str(tmp_path), dropout)[0]
+    assert rest == first[SAVED_AFTER:]
+    others = ["ddp", "tp4", "zero2", "gemini", "fsdp"] if not dropout else []
     for name in others:
-        found = workers.run(4, f"{HERE}:resumed", name, precision, str(tmp_path))[0]
+        found = workers.run(4, f"{HERE}:resumed", name, precision, str(tmp_path), dropout)[0]
         torch.testing.assert_close(
             torch.tensor(found), torch.tensor(first[SAVED_AFTER:]), rtol=1e-5, atol=1e-9, msg=name
         )
@@ -244,8 +247,8 @@ def test_a_run_of_tp2_pp2_zero1_goes_on_anywhere(workers: Workers, precision: st
 
 @pytest.mark.parametrize("name", ["zero2", "fsdp", "gemini", "pp2_zero3"])
 def test_each_placement_goes_on_bit_by_bit_on_its_own_layout(workers: Workers, name: str, tmp_path: Path) -> None:
-    first = workers.run(4, f"{HERE}:first_run", name, "fp32", str(tmp_path))[0]
-    assert workers.run(4, f"{HERE}:resumed", name, "fp32", str(tmp_path))[0] == first[SAVED_AFTER:]
+    first = workers.run(4, f"{HERE}:first_run", name, "fp32", str(tmp_path), 0.2)[0]
+    assert workers.run(4, f"{HERE}:resumed", name, "fp32", str(tmp_path), 0.2)[0] == first[SAVED_AFTER:]
 
 
 def test_the_loss_scale_is_restored(tmp_path: Path) -> None:
