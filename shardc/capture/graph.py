@@ -152,6 +152,10 @@ def op_name(target: Callable) -> str:
     return name
 
 
+RANDOM_OPS = frozenset({
+    "dropout", "alpha_dropout", "feature_dropout", "bernoulli", "rand", "rand_like", "randn", "randn_like", "randint",
+    "multinomial", "normal", "rrelu", "gumbel_softmax",
+})  # fmt: skip
 _OP_NAMES: dict[Callable, str] = {}
 _DUNDERS = {
     "__add__": "add", "__radd__": "add", "__sub__": "sub", "__rsub__": "rsub", "__mul__": "mul", "__rmul__": "mul",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from shardc.capture.graph import RANDOM_OPS, op_name
 from shardc.capture.memo import fill
 from shardc.capture.rows import Row
 
@@ -26,6 +29,28 @@ def origins(row: Row) -> set[Row]:
             seen.add(current)
             todo.extend(current.operands)
     return seen
+
+
+def draws(rows: Iterable[Row]) -> bool:
+    """Whether one of these rows draws random numbers."""
+    return any(row.op == "call_function" and op_name(row.target) in RANDOM_OPS for row in rows)
+
+
+def certain_answer(row: Row) -> bool | None:
+    """The answer of a comparison of `torch.rand` with a number where every draw gives the same, else None.
+
+    OPT asks `rand < layerdrop` for each layer that it trains, also where layerdrop is 0."""
+    compare = _ORDERS.get(op_name(row.target))
+    args, _ = row.literals()
+    if compare is None or len(args) != 2 or not isinstance(args[1], (int, float)):
+        return None
+    if op_name(row.operands[0].target) != "rand":
+        return None
+    lowest, highest = compare(0.0, args[1]), compare(math.nextafter(1, 0), args[1])  # a draw is in [0, 1)
+    return lowest if lowest == highest else None
+
+
+_ORDERS = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
 
 
 def evaluate(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardc.capture.graph import Call, Repeat, block_input, block_output, op_name, repeat_block
-from shardc.capture.host_reads import HOST_READS, evaluate, is_guard, origins
+from shardc.capture.host_reads import HOST_READS, certain_answer, draws, evaluate, is_guard, origins
 from shardc.capture.kept import keeps_state
 from shardc.capture.memo import Concrete, Made, NotPlain, Signature, Slot, flatten
 from shardc.capture.model_index import ModelIndex, argument_names
@@ -246,7 +246,9 @@ class _Recorder(TorchFunctionMode):
 
     # -- what is not a graph --------------------------------------------------------------------------------------
     def _host_read(self, func: Callable, name: str, args: tuple) -> Any:
-        """A value read by Python: concrete if it follows from sizes alone, a guard if a boolean of the inputs."""
+        """A value read by Python: concrete if it follows from sizes alone, a guard if a boolean of the inputs.
+
+        A random number has to lead to the same answer in every draw."""
         row = self.row(args[0])
         source = running_statement()
         sources = origins(row)
@@ -256,6 +258,14 @@ class _Recorder(TorchFunctionMode):
                 f"{self.where()}: reads the value of a parameter or buffer on the host ({source})",
                 "mark the module `opaque`, or rewrite the line without .item(), bool() or tolist()",
             )
+        if draws(sources):
+            answer = certain_answer(row)
+            if name != "__bool__" or answer is None:
+                raise ShardcError(
+                    f"{self.where()}: reads a random number on the host ({source}), so that batches run different code",
+                    "set the probability to 0, such as OPT's layerdrop, or apply the draw with torch operations",
+                )
+            return answer
         if not inputs:
             value, literals = evaluate(self.trace.rows, sources, row)
             self.trace.size_reads.append(SizeRead(literals, source))

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.overrides import resolve_name
 
-from shardc.capture.graph import ModelGraph, Value, block_input, block_output, op_name, repeat_block
+from shardc.capture.graph import RANDOM_OPS, ModelGraph, Value, block_input, block_output, op_name, repeat_block
 from shardc.capture.symbols import WhileTraining
 
 ValueOf = Callable[[fx.Node], Value | None]
@@ -233,10 +233,4 @@ def is_random(node: fx.Node) -> bool:
     """Whether the operation draws random numbers while it trains, so that its place among such operations matters."""
     if op_name(node.target) == "scaled_dot_product_attention":
         return node.kwargs.get("dropout_p", 0.0) not in (0.0, None)
-    return op_name(node.target) in _RANDOM
-
-
-_RANDOM = {
-    "dropout", "alpha_dropout", "feature_dropout", "bernoulli", "rand", "rand_like", "randn", "randn_like", "randint",
-    "multinomial", "normal", "rrelu", "gumbel_softmax",
-}  # fmt: skip
+    return op_name(node.target) in RANDOM_OPS

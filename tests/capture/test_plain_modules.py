@@ -133,6 +133,14 @@ def a_branch_without_effect(self: Tiny, hidden: Tensor) -> Tensor:
     return self.proj(hidden)
 
 
+@exact
+def draws_that_cannot_leave_anything_out(self: Tiny, hidden: Tensor) -> Tensor:
+    """transformers 5.17 draws for each layer of an OPT without layerdrop."""
+    if self.training and torch.rand([]) < 0.0:
+        return hidden
+    return self.proj(hidden) if torch.rand([]) < 1.0 else hidden
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_captured_exactly(name: str) -> None:
     make = with_body(EXACT[name])
@@ -208,6 +216,16 @@ def pitfall_9_a_write_to_a_parameter(self: Tiny, hidden: Tensor) -> Tensor:
 @refused("the model: reads the value of a parameter or buffer on the host ")
 def a_host_read_of_a_parameter(self: Tiny, hidden: Tensor) -> Tensor:
     return self.proj(hidden) * self.proj.bias.sum().item()
+
+
+@refused("the model: reads a random number on the host ")
+def a_layer_that_is_left_out_at_random(self: Tiny, hidden: Tensor) -> Tensor:
+    return self.proj(hidden) if self.training and torch.rand([]) < 0.1 else hidden
+
+
+@refused("the model: reads a random number on the host ")
+def a_scale_drawn_at_random(self: Tiny, hidden: Tensor) -> Tensor:
+    return self.proj(hidden) * torch.rand([]).item()
 
 
 class Doubled(torch.autograd.Function):

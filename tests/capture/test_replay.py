@@ -12,7 +12,7 @@ from tests.capture import families
 from tests.capture.replay import assert_bit_equal, perturb, run_graph, run_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BOTH_DTYPES = ("gemma2", "gemma3", "gpt2", "opt", "qwen3")  # whose code differs most; the others in bfloat16 are of the grid
+BOTH_DTYPES = ("gemma2", "gemma3", "gpt2", "opt", "qwen3")  # whose code differs most; in bfloat16 others are the grid's
 MODES = ((False, True), (True, False))  # (left padding, training): two runs cover both of each
 
 
