@@ -151,8 +151,11 @@ def _operand(node: fx.Node, position: int, name: str) -> fx.Node:
 
 
 def _product(node: fx.Node, sequence: int, left: int = 0, name: str = "input") -> int:
-    """output elements * inner size * 2; the inner size is the last dim of the left operand."""
-    return 2 * prod(_sizes(node, sequence)) * _sizes(_operand(node, left, name), sequence)[-1]
+    """output elements * inner size * 2; the inner size is the last dim of the left operand.
+
+    An inner size of 1 adds nothing up: such a product (of positions and frequencies, say) is elementwise work."""
+    inner = _sizes(_operand(node, left, name), sequence)[-1]
+    return 2 * prod(_sizes(node, sequence)) * inner if inner > 1 else 0
 
 
 def _attention(node: fx.Node, sequence: int) -> int:
