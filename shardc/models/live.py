@@ -186,7 +186,8 @@ def _template(model: nn.Module) -> nn.Module:
     config = hf_config(made)
     if config is not None:
         config.use_cache = False
-        config._attn_implementation = attention_of(type(without_peft(made)))
+        if config._attn_implementation != "sdpa":
+            config._attn_implementation = attention_of(type(without_peft(made)), config)
         for module in made.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False  # a plan has a recomputation of its own

@@ -42,13 +42,16 @@ def build_from_config(model_class: Any, config: Any) -> Any:
 
     own = copy.deepcopy(config)
     own.use_cache = False
-    attention = attention_of(model_class)
+    attention = attention_of(model_class, own)
     return model_class._from_config(own, dtype=torch.get_default_dtype(), attn_implementation=attention)
 
 
-def attention_of(model_class: Any) -> str:
-    """The attention implementation that is captured: SDPA where the class supports it."""
-    return "sdpa" if model_class._supports_sdpa else "eager"
+def attention_of(model_class: Any, config: Any) -> str:
+    """The attention implementation that is captured: SDPA where it computes all that the model asks for.
+
+    It has no cap on its logits: transformers 5.17 offers it to Gemma-2 all the same, and leaves the cap out."""
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return "sdpa" if model_class._supports_sdpa and not capped else "eager"
 
 
 def source_from_callable(
