@@ -152,6 +152,9 @@ class FullyShardedState:
                 shard.copy_(whole[start:end])
 
     # -- calls ---------------------------------------------------------------------------------------------------------
+    def before_call(self) -> None:
+        """Parameters can be used at any time."""
+
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Inside, gathered parameters stay where calls may have several micro-batches; afterwards none is gathered.

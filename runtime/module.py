@@ -115,6 +115,7 @@ class PlanModule(nn.Module):
             # What is gathered, and kept for the next training call, must not be an inference tensor.
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(num_items_in_batch=num_items_in_batch, criterion=criterion, **inputs)
+        self.state.before_call()
         batch = prepare_batch(inputs, self.spec)
         if not self.saw_batch:
             check_same_batch(batch, self.spec, self.mesh)

@@ -296,8 +296,9 @@ def _made(like: Any, number: float | None, master: nn.Parameter) -> Any:
     """A state entry of a master: zeros in the place of a tensor, the saved number in that of a number."""
     if isinstance(like, Tensor) and like.dim():
         return torch.zeros_like(master, dtype=like.dtype)
-    if isinstance(like, Tensor):
-        return like.clone() if number is None else torch.full_like(like, number)
+    if isinstance(like, Tensor):  # on the CPU, or where a fused kernel reads it: beside its master
+        device = like.device if like.device.type == "cpu" else master.device
+        return like.to(device, copy=True) if number is None else torch.full_like(like, number, device=device)
     return like if number is None else type(like)(number)
 
 

@@ -28,7 +28,8 @@ def gather_pieces(
         filled = piece.offset + piece.numel
         if here == coord:
             assert own is not None
-            part = own[piece.start : piece.start + piece.numel]
+            # It may be on the host, and NCCL sends what is on its device.
+            part = own[piece.start : piece.start + piece.numel].to(mesh.device)
             if coord == 0:
                 parts.append(part)
             else:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardc.runtime import gradients
 from shardc.runtime.errors import ShardcError
 from shardc.runtime.mesh import Mesh
+from shardc.runtime.offload import Offload
 from shardc.runtime.schedule import Schedule
 from shardc.runtime.spec import PlanSpec
 from shardc.runtime.weights import Weights
@@ -26,7 +27,7 @@ class StateOptions:
     groups: the optimizer's parameter group of each trained parameter by canonical name, those left out are frozen; None
     is one group of all that require gradients. max_elements: of a chunk. communication_dtype: in which gradients are
     reduced, None is their own. master_weights: float32 values of parameters in less precision, for the optimizer.
-    reshard_after_forward: free gathered parameters before backward.
+    reshard_after_forward: free gathered parameters before backward. offload: what leaves the device, None nothing.
     """
 
     groups: Mapping[str, int] | None = None
@@ -34,6 +35,7 @@ class StateOptions:
     communication_dtype: torch.dtype | None = None
     master_weights: bool = True
     reshard_after_forward: bool = True
+    offload: Offload | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,9 @@ class TrainingState(Protocol):
     calls_meet: calls of the model send over dp, so that all dp ranks must go the same way through one."""
 
     calls_meet: bool
+
+    def before_call(self) -> None:
+        """Raises ShardcError, before anything is sent, where the parameters cannot be used now."""
 
     def hold(self) -> AbstractContextManager[None]:
         """Inside, parameters that a module used stay where it used them: for calls of several micro-batches."""
@@ -128,6 +133,9 @@ class SeparateTensors:
         """parameters: this rank's, by canonical name. tie_groups: process group of the stages that share a tie."""
         self.parameters = {name: parameters[name] for name in sorted(parameters)}
         self.spec, self.mesh, self.schedule, self.tie_groups = spec, mesh, schedule, tie_groups
+
+    def before_call(self) -> None:
+        pass
 
     def hold(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -2,6 +2,9 @@
 
 Forward: a unit is gathered before it runs and freed after. Backward: it is gathered when the gradient of its output is
 there, which is also before a recomputation, and freed when the next unit's turn comes.
+
+Parameters that a step still brings from the host are waited for when their unit's turn comes, not before: the units
+before it compute meanwhile. All dp ranks gather in one order, whatever arrives first.
 """
 
 from __future__ import annotations
@@ -59,7 +62,8 @@ class ParameterAccess:
             chunk.gather()
         if 0 <= following < len(self.chunks):
             for chunk in self.chunks[following]:
-                chunk.gather()
+                if chunk.update is None:
+                    chunk.gather()
         for chunk in self.chunks[index]:
             chunk.wait()
 
@@ -68,8 +72,12 @@ class ParameterAccess:
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda _, index=index: self._before_backward(index))
-        following = self.chunks[index + 1] if index + 1 < len(self.chunks) else []
-        if not self.is_held and not self.encloses[index]:
+        is_last = index + 1 == len(self.chunks)
+        following = [] if is_last else self.chunks[index + 1]
+        for chunk in following:
+            chunk.gather()
+        turns_back = is_last and torch.is_grad_enabled()  # backward begins with it
+        if not self.is_held and not self.encloses[index] and not turns_back:
             for chunk in self.chunks[index]:
                 if chunk not in following:
                     chunk.release()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from shardc.runtime.gradients import norm_over
 from shardc.runtime.memory.access import ParameterAccess
-from shardc.runtime.memory.chunk import Chunk
-from shardc.runtime.memory.layout import Slot, find_units, lay_out, overlaps, runs
+from shardc.runtime.memory.chunk import Chunk, gradients_in_the_way
+from shardc.runtime.memory.copies import Copies
+from shardc.runtime.memory.homes import DEVICE, HOST, Home, find_homes
+from shardc.runtime.memory.layout import ChunkLayout, Slot, find_units, lay_out, overlaps
 from shardc.runtime.memory.placement import Placement
 from shardc.runtime.memory.reduce import GradientReducer
+from shardc.runtime.memory.update import HostStep, HostUpdates, optimizer_of_one, step_on_device
 from shardc.runtime.mesh import Mesh
 from shardc.runtime.pieces import gather_pieces
 from shardc.runtime.schedule import Schedule
@@ -45,14 +48,15 @@ class MemoryEngine:
         if groups is None:
             groups = {name: 0 for name, parameter in spec.parameters.items() if parameter.requires_grad}
         self.spec, self.mesh, self.placement = spec, mesh, placement
-        units = find_units(stages, spec)
-        sizes = {"max_elements": options.max_elements, "by_unit": placement.parameters}
-        layouts = lay_out(units, groups, spec, mesh, schedule, **sizes)
+        self.copies, self.offload = Copies(device), options.offload
+        units, by_unit = find_units(stages, spec), placement.parameters or self.offload is not None
+        layouts = lay_out(units, groups, spec, mesh, schedule, max_elements=options.max_elements, by_unit=by_unit)
+        homes, reuses = self._homes(layouts), self._reuses_memory(options)
         self.chunks: list[Chunk] = []
         self.parameters: dict[str, nn.Parameter] = {}
         self.slots: dict[str, tuple[Chunk, Slot]] = {}
-        for layout in layouts:
-            chunk = Chunk(layout, placement, mesh.dp, spec.dtype, device)
+        for layout, home in zip(layouts, homes, strict=True):
+            chunk = Chunk(layout, placement, home, mesh.dp, spec.dtype, self.copies, reuses_memory=reuses)
             for slot in layout.slots:
                 # .data has a version counter of its own: a gather between forward and backward is no change of values.
                 view = chunk.slot_view(chunk.flat, slot).data
@@ -69,12 +73,43 @@ class MemoryEngine:
                 num_stages = sum(name in names for names in readers)
                 self.reducer.watch(self.parameters[name], chunk, slot, num_stages)
         self.access: ParameterAccess | None = None
-        if placement.parameters:
+        if by_unit:
             self.access = ParameterAccess(units, {name: chunk for name, (chunk, _) in self.slots.items()})
+        on_host = [chunk for chunk in self.trained if chunk.home.states == HOST]
+        self.host_updates = HostUpdates(self.copies, on_host) if on_host else None
+
+    def _homes(self, layouts: Sequence[ChunkLayout]) -> list[Home]:
+        """One rank has nothing to split: its parameters are sharded only to be on the host."""
+        splits = self.placement.parameters and self.mesh.dp.size > 1
+        if self.offload is None:
+            return [Home(sharded=splits)] * len(layouts)
+        sizes, trained = [layout.numel for layout in layouts], [layout.group is not None for layout in layouts]
+        return find_homes(
+            sizes,
+            trained,
+            sharded=self.offload.sharded_parameters if splits else 0.0,
+            host_parameters=self.offload.host_parameters,
+            host_states=self.offload.host_states,
+        )
+
+    def _reuses_memory(self, options: StateOptions) -> bool:
+        """Whether a gradient may take the place of its parameters: there is one backward pass a step, and it fits."""
+        return (
+            self.offload is not None
+            and not self.offload.accumulates
+            and options.communication_dtype in (None, self.spec.dtype)
+        )
+
+    def before_call(self) -> None:
+        """Raises ShardcError, before anything is sent, where gradients have taken the place of parameters."""
+        if any(chunk.holds_gradient for chunk in self.trained):
+            raise gradients_in_the_way()
 
     def hold(self) -> AbstractContextManager[None]:
-        """Inside, parameters stay gathered: for calls of several micro-batches."""
-        return self.access.hold() if self.access else nullcontext()
+        """Inside, parameters stay gathered: for calls of several micro-batches.
+
+        One rank has nothing to gather in one order with others, and brings them from the host again."""
+        return self.access.hold() if self.access and self.mesh.dp.size > 1 else nullcontext()
 
     @contextmanager
     def collect(self, microbatches: int) -> Iterator[Kept]:
@@ -93,25 +128,37 @@ class MemoryEngine:
 
     def masters(self, group: int) -> list[nn.Parameter]:
         """What the optimizer's parameter group updates, flat."""
+        self.settle()
         return [chunk.master for chunk in self.trained if chunk.layout.group == group]
 
     def piece(self, name: str, coord: int | None = None) -> Piece | None:
         """What a dp coord, None is this rank's, holds of a trained parameter's master; None where it holds nothing."""
         if name not in self.slots or not self.slots[name][0].trained:
             return None
+        self.settle()
         chunk, slot = self.slots[name]
         coord = self.mesh.dp.coord if coord is None else coord
         return self._part(chunk, slot, coord, split=self.placement.states)
 
     def load(self, weights: Weights) -> None:
         """Take other values for all parameters and their masters; what the optimizer keeps of them stays."""
+        self.settle()
         for chunk in self.chunks:
+            chunk.forget_gradient()
             chunk.load(self._values(chunk, weights))
+
+    def settle(self) -> None:
+        """Wait for the steps that a thread makes."""
+        for chunk in self.trained:
+            chunk.wait_for_update()
 
     def publish(self) -> None:
         """Bring the masters' values to where modules read them."""
-        for chunk in self.trained:
-            work = chunk.publish()
+        self.settle()
+        self._publish(self.trained)
+
+    def _publish(self, chunks: Sequence[Chunk]) -> None:
+        for work in [chunk.publish() for chunk in chunks]:
             if work is not None:
                 work.wait()
 
@@ -123,36 +170,46 @@ class MemoryEngine:
             self.access.release_all()
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Forget all gradients; parameters that they replaced are made anew from the masters."""
+        replaced = [chunk for chunk in self.trained if chunk.holds_gradient]
         for chunk in self.trained:
-            chunk.fresh = chunk.total = None
+            chunk.forget_gradient()
+            chunk.fresh, chunk.is_used_up = None, False
+        self._publish(replaced)
 
     def grad_norm(self) -> Tensor:
         """0-d float32, equal on every rank: 2-norm of the whole model's gradient, each element once."""
         total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
         for chunk in self.trained:
-            if chunk.total is None:
-                continue
-            wide = torch.promote_types(chunk.total.dtype, torch.float32)
-            counted = [slot for slot in chunk.layout.slots if slot.counted]
-            for start, end in runs([(a, b) for _, a, b in overlaps(counted, *chunk.owned)]):
-                total += torch.linalg.vector_norm(chunk.total[start:end], dtype=wide) ** 2
+            if chunk.total is not None:
+                total += chunk.sum_of_squares(chunk.total) if chunk.squares is None else chunk.squares
         return norm_over(total, [self.mesh.tp, self.mesh.pp, *([self.mesh.dp] if self.placement.states else [])])
 
     def step(self, optimizer: torch.optim.Optimizer, scale: Tensor | None = None) -> None:
         """Update the masters by an elementwise optimizer over `masters`, and the parameters from them.
 
         scale: 0-d, multiplies the gradients first. One chunk after another, so that a chunk's parameters travel while
-        the next is updated, and float32 gradients exist for one chunk at a time."""
+        the next is updated, and float32 gradients exist for one chunk at a time. Chunks whose states are on the host
+        are updated by a thread, which goes on when this returns; the next call waits for each when it needs it."""
+        self.settle()
+        optimizer.step()  # no master has a gradient yet: its hooks, and a schedule that counts its steps, are told
+        stepped = [(chunk, optimizer_of_one(optimizer, chunk)) for chunk in self.trained if chunk.total is not None]
+        on_host = [(chunk, own) for chunk, own in stepped if chunk.home.states == HOST]
+        if on_host:
+            steps = [
+                HostStep(chunk, own, chunk.total, chunk.left, chunk.home.parameters == HOST and chunk.holds_gradient)
+                for chunk, own in on_host
+            ]
+            self.host_updates.start(steps, scale)
+            for chunk, _ in on_host:
+                chunk.is_gathered = False
+                if chunk.holds_gradient:
+                    chunk.forget_gradient()
         arriving = []
-        for chunk in self.trained:
-            if chunk.total is None:
-                continue
-            grad = chunk.total.to(chunk.master.dtype)
-            chunk.master.grad = grad if scale is None else grad.mul_(scale.to(grad.dtype))
-            optimizer.step()
-            chunk.master.grad = None
-            arriving.append(chunk.publish())
+        for chunk, own in stepped:
+            if chunk.home.states == DEVICE:
+                step_on_device(chunk, own, scale)
+                arriving.append(chunk.publish())
         for work in arriving:
             if work is not None:
                 work.wait()
@@ -161,20 +218,31 @@ class MemoryEngine:
         """Multiply all gradients by a 0-d tensor."""
         for chunk in self.trained:
             if chunk.total is not None:
-                chunk.total.mul_(factor.to(chunk.total.dtype))
+                if chunk.left is not None:
+                    chunk.left.synchronize()
+                chunk.total.mul_(factor.to(chunk.total.device, chunk.total.dtype))
+                chunk.squares = None if chunk.squares is None else chunk.squares * factor**2
 
     def parameter(self, name: str) -> Tensor | None:
         """This tp rank's part of a parameter on dp coord 0, None elsewhere. All dp ranks call it."""
         if name not in self.slots:
             return None
         chunk, slot = self.slots[name]
-        return self._whole(chunk, slot, chunk.shard if self.placement.parameters else chunk.flat)
+        if chunk.holds_gradient:
+            return self._whole(chunk, slot, chunk.master.detach().to(chunk.flat.dtype))
+        if chunk.home.is_gathered_to_use:
+            chunk.wait_for_update()
+            return self._whole(chunk, slot, chunk.shard)
+        chunk.wait()
+        return self._whole(chunk, slot, chunk.flat)
 
     def gradient(self, name: str) -> Tensor | None:
         """Its reduced gradient in the same way, None where it has none."""
         if name not in self.slots or self.slots[name][0].total is None:
             return None
         chunk, slot = self.slots[name]
+        if chunk.left is not None:
+            chunk.left.synchronize()
         grad = self._whole(chunk, slot, chunk.total)
         return None if grad is None else grad.to(chunk.flat.dtype)  # sums may be wider, and are sent as parameters are
 

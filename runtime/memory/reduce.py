@@ -28,15 +28,16 @@ class KeptChunks:
     """Reduced gradients of one call, aside from the totals until its loss is given to backward."""
 
     def __init__(self) -> None:
-        self.gradients: dict[Chunk, Tensor] | None = None
+        self.gradients: dict[Chunk, Tensor] | None = {}
 
     def release(self, scale: Tensor) -> None:
         """Add them, times `scale` (0-d), to the totals. Raises ShardcError the second time."""
         if self.gradients is None:
             raise used_up()
-        for chunk, gradient in self.gradients.items():
+        gradients, self.gradients = self.gradients, None
+        while gradients:
+            chunk, gradient = gradients.popitem()
             chunk.add(gradient.mul_(scale.to(gradient.dtype)))
-        self.gradients = None
 
 
 class GradientReducer:
@@ -101,12 +102,10 @@ class GradientReducer:
             self._launch()
         while self._in_flight:
             self._settle()
-        self._reduce_over_axes()
-        if self.kept is None:
-            for chunk, contribution in self._contributions.items():
-                chunk.add(contribution)
-        else:
-            self.kept.gradients = self._contributions
+        # Stages that share parameters settle them at different times, so their sums come last.
+        for chunk in sorted(self._tied, key=lambda chunk: (chunk.layout.tie, chunk.layout.slots[0].name)):
+            dist.all_reduce(self._tied[chunk], group=self.tie_groups[chunk.layout.tie])
+            self._deliver(chunk, self._tied[chunk])
         self._reset()
 
     @property
@@ -123,7 +122,7 @@ class GradientReducer:
         self._missing = {chunk: count * self.microbatches for chunk, count in self._expected.items()}
         self._launched = 0
         self._in_flight: deque[tuple[Chunk, Tensor, dist.Work | None, Tensor]] = deque()
-        self._contributions: dict[Chunk, Tensor] = {}
+        self._tied: dict[Chunk, Tensor] = {}
 
     def _end_backward(self) -> None:
         self._is_running = False
@@ -147,23 +146,26 @@ class GradientReducer:
         chunk, contribution, work, _ = self._in_flight.popleft()
         if work is not None:
             work.wait()
-        self._contributions[chunk] = contribution
+        self._reduce_over_axes(chunk, contribution)
+        if chunk.layout.tie in self.tie_groups:
+            self._tied[chunk] = contribution
+        else:
+            self._deliver(chunk, contribution)
 
-    def _reduce_over_axes(self) -> None:
-        """Partial gradients over the axes of the tp group, all of one axis at once, and over tied stages."""
-        pieces: dict[str, list[Tensor]] = {}
-        for chunk, contribution in self._contributions.items():
-            start, end = chunk.owned
-            for axis in dict.fromkeys(axis for slot in chunk.layout.slots for axis in slot.reduce_axes):
-                found = [piece for piece in overlaps(chunk.layout.slots, start, end) if axis in piece[0].reduce_axes]
-                pieces.setdefault(axis, []).extend(contribution[a:b] for a, b in runs([(a, b) for _, a, b in found]))
-        for axis, parts in sorted(pieces.items()):
+    def _deliver(self, chunk: Chunk, contribution: Tensor) -> None:
+        if self.kept is None:
+            chunk.add(contribution)
+        else:
+            self.kept.gradients[chunk] = contribution
+
+    def _reduce_over_axes(self, chunk: Chunk, contribution: Tensor) -> None:
+        """Sum partial gradients over the axes of the tp group, all of one axis at once."""
+        for axis in sorted({axis for slot in chunk.layout.slots for axis in slot.reduce_axes}):
             group = self.mesh.axis(axis).group
-            if group is not None and parts:
+            found = [piece for piece in overlaps(chunk.layout.slots, *chunk.owned) if axis in piece[0].reduce_axes]
+            if group is not None and found:
+                parts = [contribution[start:end] for start, end in runs([(start, end) for _, start, end in found])]
                 flat = torch.cat(parts)
                 dist.all_reduce(flat, group=group)
                 for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
                     part.copy_(total)
-        tied = [chunk for chunk in self._contributions if chunk.layout.tie in self.tie_groups]
-        for chunk in sorted(tied, key=lambda chunk: (chunk.layout.tie, chunk.layout.slots[0].name)):
-            dist.all_reduce(self._contributions[chunk], group=self.tie_groups[chunk.layout.tie])

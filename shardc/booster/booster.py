@@ -160,6 +160,7 @@ class Booster:
             communication_dtype=recipe.communication_dtype,
             master_weights=recipe.master_weights,
             reshard_after_forward=recipe.reshard_after_forward,
+            offload=recipe.offload,
         )
         module = plan.build(
             weights_of(model), dtype=dtype, device=self.device, placement=recipe.placement, options=options

@@ -207,6 +207,7 @@ def said(plugin: str, *lines: str) -> str:
 
 
 OFFLOAD = "nothing is offloaded for now: parameters, gradients and optimizer states stay on the GPU"
+FRACTIONS = "placement follows shard_param_frac, offload_optim_frac and offload_param_frac for now"
 WARNED = [
     (
         lambda: TorchDDPPlugin(broadcast_buffers=False, find_unused_parameters=True),
@@ -218,18 +219,14 @@ WARNED = [
     ),
     (
         lambda: LowLevelZeroPlugin(cpu_offload=True, use_fp8=True),
-        said(
-            "LowLevelZeroPlugin", f"cpu_offload=True: {OFFLOAD}", "use_fp8=True: linear layers compute in `precision`"
-        ),
+        said("LowLevelZeroPlugin", "use_fp8=True: linear layers compute in `precision`"),
     ),
     (
         lambda: GeminiPlugin(placement_policy="auto", offload_optim_frac=1, shard_param_frac=0.5, memstats=object()),
         said(
             "GeminiPlugin",
-            f"placement_policy='auto': {OFFLOAD}",
-            f"offload_optim_frac=1: {OFFLOAD}",
+            f"placement_policy='auto': {FRACTIONS}",
             "memstats=<object>: the order of use is known from the compiled model",
-            "shard_param_frac=0.5: the parameters of all chunks are split (1.0), or of none (0.0)",
         ),
     ),
     (

@@ -12,7 +12,7 @@ import torch
 from shardc.booster.plugin import arguments as a
 from shardc.booster.plugin.arguments import Valid, argument, given, scaler_of
 from shardc.booster.plugin.base import Plugin
-from shardc.booster.plugin.low_level_zero import NEXT_GATHERED, OVERLAPS
+from shardc.booster.plugin.low_level_zero import NEXT_GATHERED, OF_STATES, OVERLAPS
 from shardc.booster.plugin.recipe import GradientCheckpointConfig, PipelineGradientCheckpointConfig, Recipe
 from shardc.booster.plugin.torch_ddp import BUCKET_VIEWS, BUFFERS, CHECKED, GRAPH, UNUSED_PARAMETERS, elements_of
 from shardc.errors import ShardcError
@@ -42,8 +42,9 @@ class HybridParallelPlugin(Plugin):
     num_microbatches: parts of a call's batch, 2 * pp_size unless given; or microbatch_size: rows of a part.
     num_layers_per_stage: layers of each stage; None balances them. parallel_output: False makes the logits of a
     training step readable. ddp_bucket_cap_mb (MiB, zero_stage 0), zero_bucket_size_in_m (2**20 elements): the largest
-    chunk that is reduced at once. initial_scale to max_scale: the loss scale of fp16, see ScalerSettings. max_norm:
-    gradients are clipped to this L2 norm, 0 clips nothing.
+    chunk that is reduced at once. cpu_offload: master weights and optimizer states are in host memory. initial_scale to
+    max_scale: the loss scale of fp16, see ScalerSettings. max_norm: gradients are clipped to this L2 norm, 0 clips
+    nothing.
     """
 
     tp_size: int | None = argument(None, a.optional(a.COUNT))
@@ -75,7 +76,7 @@ class HybridParallelPlugin(Plugin):
     gradient_as_bucket_view: bool = argument(False, a.FLAG, unused=BUCKET_VIEWS)
     static_graph: bool = argument(False, a.FLAG, unused=GRAPH)
     zero_bucket_size_in_m: float = argument(12, a.POSITIVE)
-    cpu_offload: bool = argument(False, a.FLAG, unused=a.NO_OFFLOAD)
+    cpu_offload: bool = argument(False, a.FLAG)
     communication_dtype: torch.dtype | None = argument(None, a.FLOATING)
     overlap_communication: bool = argument(True, a.FLAG, unused=OVERLAPS)
     custom_policy: str | Path | None = argument(None, a.ANYTHING)
@@ -110,6 +111,7 @@ class HybridParallelPlugin(Plugin):
             else elements_of(self.ddp_bucket_cap_mb, precision),
             parallel_output=bool(self.parallel_output),
             recompute=self.gradient_checkpoint_config,
+            offload=OF_STATES if self.cpu_offload else None,
         )
         self._check_stages(recipe.pp)
         object.__setattr__(self, "tp_size", recipe.tp)

@@ -10,10 +10,12 @@ from shardc.booster.plugin import arguments as a
 from shardc.booster.plugin.arguments import argument, scaler_of
 from shardc.booster.plugin.base import Plugin
 from shardc.booster.plugin.recipe import Recipe
+from shardc.runtime.offload import Offload
 
 OVERLAPS = "gradients are reduced beside computation"
 NEXT_GATHERED = "parameters are gathered beside computation"
 ONE_GROUP = "states are split over all data-parallel ranks"
+OF_STATES = Offload(host_states=1.0, accumulates=True)  # cpu_offload: gradients add up over calls, as without it
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -22,6 +24,7 @@ class LowLevelZeroPlugin(Plugin):
 
     initial_scale to max_scale: the loss scale of fp16, see ScalerSettings. max_norm: gradients are clipped to this L2
     norm, 0 clips nothing. reduce_bucket_size_in_m: largest chunk that is reduced at once, in 2**20 elements.
+    cpu_offload: master weights and optimizer states are in host memory, where a thread updates them.
     communication_dtype: gradients are reduced in it, None in their own. cast_inputs: floating inputs to `precision`.
     """
 
@@ -40,7 +43,7 @@ class LowLevelZeroPlugin(Plugin):
     communication_dtype: torch.dtype | None = argument(None, a.FLOATING)
     overlap_communication: bool = argument(True, a.FLAG, unused=OVERLAPS)
     overlap_allgather: bool = argument(False, a.FLAG, unused=NEXT_GATHERED)
-    cpu_offload: bool = argument(False, a.FLAG, unused=a.NO_OFFLOAD)
+    cpu_offload: bool = argument(False, a.FLAG)
     master_weights: bool = argument(True, a.FLAG)
     verbose: bool = argument(False, a.FLAG, unused=a.NOT_VERBOSE)
     cast_inputs: bool = argument(True, a.FLAG)
@@ -58,4 +61,5 @@ class LowLevelZeroPlugin(Plugin):
             communication_dtype=self.communication_dtype,
             bucket_elements=int(self.reduce_bucket_size_in_m * 2**20),
             cast_inputs=bool(self.cast_inputs),
+            offload=OF_STATES if self.cpu_offload else None,
         )

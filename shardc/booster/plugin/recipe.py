@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardc.errors import ShardcError
+from shardc.runtime.offload import Offload
 
 if TYPE_CHECKING:
     from shardc.runtime.plan import Plan
@@ -136,6 +137,7 @@ class Recipe:
     communication_dtype: gradients are reduced in it; None is their own. bucket_elements: the largest flat chunk.
     parallel_output: logits of a training step stay sharded and are not for reading. force_outputs_fp32, cast_inputs:
     outputs, floating inputs are cast to float32, to `precision`.
+    offload: what leaves the device, and how much of the parameters is split; None nothing.
     recompute: which layers recompute activations; None leaves it to the model (gradient_checkpointing_enable).
     """
 
@@ -160,6 +162,7 @@ class Recipe:
     recompute: GradientCheckpointConfig | None = None
     force_outputs_fp32: bool = False
     cast_inputs: bool = True
+    offload: Offload | None = None
 
 
 def is_counts(value: object, *, at_least: int) -> bool:
