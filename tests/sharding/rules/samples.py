@@ -54,7 +54,7 @@ def _binary(function: Callable, make: Callable = real) -> list[Sample]:
 
 
 def _compare(function: Callable) -> list[Sample]:
-    return [Sample(function, (constant(4, 6), constant(4, 6))), Sample(function, (constant(1, 4), constant(6, 1)))]
+    return [Sample(function, (constant(4, 6), constant(4, 6))), Sample(function, (constant(1, 8), constant(6, 1)))]
 
 
 def _logical(function: Callable) -> list[Sample]:
