@@ -35,12 +35,14 @@ bench: $(READY)
 
 env: $(READY)
 
-# torch comes first and alone, at the pinned version, so that pip takes the build meant for this machine.
-$(READY): pyproject.toml constraints.txt
+# torch comes first and alone, at the pinned version, so that pip takes the build meant for this machine. The oldest
+# transformers lies beside, in a folder that its test puts on PYTHONPATH.
+$(READY): pyproject.toml constraints.txt constraints-oldest.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardc needs Python 3.11 or later")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/oldest -r constraints-oldest.txt
 	@touch $@
 
 clean:
