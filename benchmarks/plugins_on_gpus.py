@@ -37,6 +37,12 @@ PLUGINS = {
     "zero1": lambda dtype: LowLevelZeroPlugin(1, dtype, max_norm=1.0),
     "zero2": lambda dtype: LowLevelZeroPlugin(2, dtype, max_norm=1.0),
     "gemini": lambda dtype: GeminiPlugin(precision=dtype, max_norm=1.0),
+    "gemini host": lambda dtype: GeminiPlugin(
+        precision=dtype, max_norm=1.0, offload_optim_frac=1.0, enable_gradient_accumulation=args.accumulate > 1
+    ),
+    "gemini half": lambda dtype: GeminiPlugin(
+        precision=dtype, max_norm=1.0, offload_optim_frac=0.5, enable_gradient_accumulation=args.accumulate > 1
+    ),
     "fsdp": lambda dtype: TorchFSDPPlugin(),
     "tp2": lambda dtype: HybridParallelPlugin(2, 1, precision=dtype, max_norm=1.0),
     "pp2": lambda dtype: HybridParallelPlugin(1, 2, precision=dtype, max_norm=1.0, num_microbatches=4),
@@ -52,6 +58,7 @@ parser.add_argument("--seq", type=int, default=4096)
 parser.add_argument("--rows", type=int, default=2, help="sequences of a call, times the number of GPUs")
 parser.add_argument("--accumulate", type=int, default=4, help="calls a step")
 parser.add_argument("--steps", type=int, default=6)
+parser.add_argument("--recompute", action="store_true", help="gradient checkpointing of each block")
 parser.add_argument("--compile", action="store_true", help="torch.compile each block")
 args = parser.parse_args()
 
@@ -74,6 +81,8 @@ def train(plugin: Plugin) -> dict[str, object]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     booster = Booster(plugin=plugin, mixed_precision=None if plugin.control_precision() else args.dtype)
     model, optimizer, *_ = booster.boost(model.train(), optimizer)
+    if args.recompute:
+        model.gradient_checkpointing_enable()
     if args.compile:
         model.compile()
     losses, norms, seconds = [], [], []
