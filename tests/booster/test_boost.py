@@ -13,9 +13,17 @@ import torch
 from torch import nn
 
 from shardc.booster import Booster, declare_elementwise
-from shardc.booster.plugin import GeminiPlugin, GradientCheckpointConfig, HybridParallelPlugin, TorchDDPPlugin
+from shardc.booster.plugin import (
+    GeminiPlugin,
+    GradientCheckpointConfig,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
 from shardc.errors import ShardcError
 from shardc.plan.verification import RELATIVE, compare_gradients
+from shardc.runtime.plan import Plan
 from tests.booster.small import (
     PLUGINS,
     ROWS,
@@ -220,6 +228,56 @@ def test_a_model_that_is_dropped_frees_its_memory(plugin: type) -> None:
     chunks = train()
     gc.collect()
     assert chunks and all(chunk() is None for chunk in chunks)
+
+
+def test_the_lowest_limit_of_the_norm_holds_for_one_step() -> None:
+    """Of clip_grad_by_norm and the plugin; zero_grad forgets it, as it forgets the gradients."""
+    model, booster = make_model(), Booster(plugin=LowLevelZeroPlugin(1, "fp32", max_norm=0.1))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    (batch,) = make_loader(1)
+    for limits, moved in (((0.01, 0.05), 0.01), ((), 0.1), ((0.2,), 0.1)):
+        if limits == (0.2,):
+            booster.backward(model(**batch).loss, optimizer)
+            optimizer.clip_grad_by_norm(1e-6)
+            optimizer.zero_grad()
+        booster.backward(model(**batch).loss, optimizer)
+        for limit in limits:
+            optimizer.clip_grad_by_norm(limit)
+        before = {name: value.clone() for name, value in model.module.gather_parameters().items()}
+        optimizer.step()
+        after = model.module.gather_parameters()
+        distance = sum(float((after[name] - before[name]).square().sum()) for name in after) ** 0.5
+        assert distance == pytest.approx(moved, rel=1e-3)
+        model.zero_grad()
+
+
+def test_options_of_the_plugin_reach_the_state() -> None:
+    """Sizes of chunks and the dtype of masters; the mode stays the model's own."""
+    plugin = LowLevelZeroPlugin(1, "bf16", reduce_bucket_size_in_m=0.004, master_weights=False)
+    model = make_model().eval()
+    boosted, *_ = Booster(plugin=plugin).boost(model, torch.optim.AdamW(model.parameters()))
+    masters = boosted.module.state.masters(0)
+    largest = max(parameter.numel() for parameter in model.parameters())
+    assert max(master.numel() for master in masters) < max(largest, 0.004 * 2**20) + 1024
+    assert {master.dtype for master in masters} == {torch.bfloat16}
+    assert not boosted.training and not boosted.module.training
+
+
+def test_options_of_fsdp_reach_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plugin = TorchFSDPPlugin(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, mixed_precision=mixed)
+    build, given = Plan.build, []
+
+    def recorded(self: Plan, *args: Any, **arguments: Any) -> Any:
+        given.append(arguments["options"])
+        return build(self, *args, **arguments)
+
+    monkeypatch.setattr(Plan, "build", recorded)
+    boosted, *_ = Booster(plugin=plugin).boost(make_model())
+    assert boosted.dtype is torch.bfloat16
+    assert (given[0].communication_dtype, given[0].reshard_after_forward) == (torch.float32, False)
 
 
 # -- what boost refuses ------------------------------------------------------------------------------------------------
