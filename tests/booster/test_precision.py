@@ -239,6 +239,22 @@ def test_outputs_are_cast_where_the_plugin_says() -> None:
             assert model(**next(iter(make_loader(1)))).logits.dtype is expected
 
 
+def test_floating_inputs_are_cast_unless_the_plugin_says_not() -> None:
+    seen = []
+
+    def criterion(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.append(batch["attention_mask"].dtype)
+        return outputs.logits.float().mean()
+
+    for casts, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        plugin = LowLevelZeroPlugin(1, "bf16", cast_inputs=casts)
+        model, *_ = Booster(plugin=plugin).boost(make_model(), criterion=criterion)
+        (batch,) = make_loader(1)
+        with torch.no_grad():
+            model(**batch, attention_mask=torch.ones(batch["input_ids"].shape))
+        assert seen.pop() is expected
+
+
 def test_a_model_of_mixed_dtypes_needs_a_precision() -> None:
     model = make_model()
     model.model.norm.to(torch.bfloat16)
