@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from shardc.capture.graph import Call, Repeat, block_input, block_output, op_name, repeat_block
 from shardc.capture.host_reads import HOST_READS, certain_answer, draws, evaluate, is_guard, origins
 from shardc.capture.kept import keeps_state
+from shardc.capture.longrope import longrope_by_value
 from shardc.capture.memo import Concrete, Made, NotPlain, Signature, Slot, flatten
 from shardc.capture.model_index import ModelIndex, argument_names
 from shardc.capture.patches import custom_autograd_refused, module_calls_through
@@ -63,7 +64,12 @@ def record(
     for name, tensor in inputs.items():
         recorder.bind(tensor, recorder.add(Row("placeholder", name)))
     try:
-        with module_calls_through(recorder.call_module), custom_autograd_refused(recorder.where), recorder:
+        with (
+            longrope_by_value(index.modules.values()),
+            module_calls_through(recorder.call_module),
+            custom_autograd_refused(recorder.where),
+            recorder,
+        ):
             out = index.model(**inputs, **(options or {}))
     finally:
         kept = index.restore()

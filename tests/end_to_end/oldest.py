@@ -19,6 +19,7 @@ from shardc.booster import Booster
 from shardc.booster.plugin import HybridParallelPlugin
 from shardc.plan.verification import make_batch, perturbed_model, vocabulary_of
 from tests.capture.families import PRESETS
+from tests.capture.test_branches import test_longrope_is_exact_on_both_sides_of_its_original_length as check_longrope
 from tests.end_to_end.exact import Layout, compile_layout, small
 
 LR = 0.1
@@ -65,6 +66,8 @@ def main(folder: Path) -> None:
     shardc.launch_from_torch()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     compiled = compile_families(list(PRESETS)[rank::ranks])
+    if rank == ranks - 1:
+        check_longrope()  # transformers of that age branches on positions
     train_as_one_process_does(folder)
     found = {"transformers": transformers.__version__, "compiled": compiled}
     (folder / f"rank_{rank}.json").write_text(json.dumps(found))
