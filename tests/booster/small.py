@@ -28,7 +28,9 @@ PLUGINS: dict[str, Callable[..., Plugin]] = {
     "zero2": lambda **kw: LowLevelZeroPlugin(stage=2, **kw),
     "fsdp": lambda precision="fp32", **kw: TorchFSDPPlugin(),
     "gemini": lambda **kw: GeminiPlugin(**kw),
-    "gemini_offload": lambda **kw: GeminiPlugin(offload_optim_frac=1.0, offload_param_frac=0.5, **kw),
+    "gemini_offload": lambda **kw: GeminiPlugin(
+        offload_optim_frac=1.0, offload_param_frac=0.5, enable_gradient_accumulation=True, **kw
+    ),
     "tp2": lambda **kw: HybridParallelPlugin(tp_size=2, pp_size=1, **kw),
     "tp2_pp2_zero1": lambda **kw: HybridParallelPlugin(tp_size=2, pp_size=2, zero_stage=1, num_microbatches=2, **kw),
     "pp2_zero3": lambda **kw: HybridParallelPlugin(tp_size=1, pp_size=2, zero_stage=3, num_microbatches=2, **kw),
