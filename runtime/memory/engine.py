@@ -163,14 +163,19 @@ class MemoryEngine:
                 work.wait()
 
     def reduce_gradients(self) -> None:
-        """Before a step: reduce what waits, free what is gathered. Every rank calls it."""
+        """Before a step: reduce what waits, free what is gathered. Every rank calls it.
+
+        Raises ShardcError after a backward pass that failed."""
+        self.reducer.check_ended()
         if self.reducer.has_fresh:
             self.reducer.finish()
         if self.access:
             self.access.release_all()
 
     def zero_grad(self) -> None:
-        """Forget all gradients; parameters that they replaced are made anew from the masters."""
+        """Forget all gradients, those of a backward pass that failed too; parameters that they replaced are made anew
+        from the masters."""
+        self.reducer.abandon()
         replaced = [chunk for chunk in self.trained if chunk.holds_gradient]
         for chunk in self.trained:
             chunk.forget_gradient()

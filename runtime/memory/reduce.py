@@ -19,7 +19,7 @@ from shardc.runtime.memory.chunk import Chunk
 from shardc.runtime.memory.layout import Slot, overlaps, runs
 from shardc.runtime.memory.placement import Placement
 from shardc.runtime.mesh import Mesh
-from shardc.runtime.state import used_up
+from shardc.runtime.state import incomplete, used_up
 
 _IN_FLIGHT = 2  # chunks that are on their way at once; each keeps a whole chunk of gradients alive
 
@@ -107,6 +107,20 @@ class GradientReducer:
             dist.all_reduce(self._tied[chunk], group=self.tie_groups[chunk.layout.tie])
             self._deliver(chunk, self._tied[chunk])
         self._reset()
+
+    def check_ended(self) -> None:
+        """Raises ShardcError where a backward pass failed before its end, and its gradients are not all reduced."""
+        if self._is_running:
+            raise incomplete()
+
+    def abandon(self) -> None:
+        """Forget a backward pass that failed."""
+        if self._is_running:
+            for _, _, work, _ in self._in_flight:
+                if work is not None:
+                    work.wait()
+            self._is_running = False
+            self._reset()
 
     @property
     def has_fresh(self) -> bool:

@@ -137,7 +137,7 @@ def failed_backward(name: str) -> None:
             stepped.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["fsdp"])
+@pytest.mark.parametrize("name", ["zero1", "fsdp", "gemini"])
 def test_a_backward_that_fails_is_not_stepped_on(workers: Workers, name: str) -> None:
     workers.run(4, f"{HERE}:failed_backward", name)
 
