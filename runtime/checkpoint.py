@@ -146,7 +146,7 @@ def save_pretrained(
     sizes = {name: numel(parameter) * spec.dtype.itemsize for name, parameter in sorted(spec.parameters.items())}
     with agreed():
         if mesh.rank == 0:
-            with drained(tensors), replacing(folder, is_old=_is_weights) as partial:
+            with drained(tensors), replacing(folder, is_old=written_as("model")) as partial:
                 write_tensors(partial, tensors, sizes, max_shard_bytes, stem="model")
                 shutil.copyfile(plan_folder / CONFIG_FILE, partial / CONFIG_FILE)
                 if finish is not None:
@@ -220,5 +220,6 @@ def numel(parameter: ParameterSpec) -> int:
     return torch.Size(parameter.shape).numel()
 
 
-def _is_weights(name: str) -> bool:
-    return name.startswith("model") and name.endswith((".safetensors", ".safetensors.index.json"))
+def written_as(stem: str) -> Callable[[str], bool]:
+    """Whether a file of that name is one that write_tensors may have written with this stem."""
+    return lambda name: name.startswith(stem) and name.endswith((".safetensors", ".safetensors.index.json"))

@@ -71,7 +71,7 @@ def save_optimizer(
         if mesh.rank != 0:
             checkpoint.send_all(tensors)
             return
-        with checkpoint.drained(tensors), replacing(folder, is_old=_is_tensors) as partial:
+        with checkpoint.drained(tensors), replacing(folder, is_old=checkpoint.written_as(STEM)) as partial:
             checkpoint.write_tensors(partial, tensors, sizes, max_file_bytes, stem=STEM)
             options = [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
             numbers = {
@@ -182,10 +182,6 @@ def _held(piece: Piece, optimizer: torch.optim.Optimizer, key: str) -> Tensor:
 def _index(module: PlanModule, optimizer: torch.optim.Optimizer, kept: Mapping[str, _Kept]) -> dict[str, Any]:
     names = [sorted(n for n, of_one in kept.items() if of_one.group == i) for i in range(len(optimizer.param_groups))]
     return {"format": FORMAT, "class": type(optimizer).__name__, "groups": names, "layout": _layout(module)}
-
-
-def _is_tensors(name: str) -> bool:
-    return name.startswith(STEM) and name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
