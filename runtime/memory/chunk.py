@@ -256,6 +256,11 @@ class Chunk:
             squares += torch.linalg.vector_norm(gradient[start:end], dtype=wide) ** 2
         return squares
 
+    def wait_for_gradient(self) -> None:
+        """Until a total that went to the host is there: the calling thread waits."""
+        if self.left is not None:
+            self.left.synchronize()
+
     def forget_gradient(self) -> None:
         """Drop the total; parameters that it replaced are not there until `publish`."""
         self.is_used_up = self.holds_gradient

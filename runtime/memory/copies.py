@@ -47,10 +47,10 @@ class Copies:
             source.record_stream(self._to_host)
         return self._copy(self._to_host, target, source, after)
 
-    def number(self, scalar: Tensor, after: torch.cuda.Event | None) -> Tensor:
-        """A 0-d tensor on the host; the calling thread waits for it, and for the event."""
+    def on_host(self, tensor: Tensor, after: torch.cuda.Event | None) -> Tensor:
+        """A tensor of the device on the host; the calling thread waits for it, and for the event."""
         with self._on(self._to_host, after):
-            return scalar.to("cpu")
+            return tensor.to("cpu")
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) of host memory that a GPU copies fast: page-locked, of exactly this size."""

@@ -144,6 +144,7 @@ class MemoryEngine:
         """Take other values for all parameters and their masters; what the optimizer keeps of them stays."""
         self.settle()
         for chunk in self.chunks:
+            chunk.wait_for_gradient()  # it may still be written where the values go
             chunk.forget_gradient()
             chunk.load(self._values(chunk, weights))
 
@@ -178,6 +179,7 @@ class MemoryEngine:
         self.reducer.abandon()
         replaced = [chunk for chunk in self.trained if chunk.holds_gradient]
         for chunk in self.trained:
+            chunk.wait_for_gradient()  # it may still be written where the parameters go
             chunk.forget_gradient()
             chunk.fresh, chunk.is_used_up = None, False
         self._publish(replaced)
@@ -201,11 +203,7 @@ class MemoryEngine:
         stepped = [(chunk, optimizer_of_one(optimizer, chunk)) for chunk in self.trained if chunk.total is not None]
         on_host = [(chunk, own) for chunk, own in stepped if chunk.home.states == HOST]
         if on_host:
-            steps = [
-                HostStep(chunk, own, chunk.total, chunk.left, chunk.home.parameters == HOST and chunk.holds_gradient)
-                for chunk, own in on_host
-            ]
-            self.host_updates.start(steps, scale)
+            self.host_updates.start([HostStep(chunk, own, chunk.total, chunk.left) for chunk, own in on_host], scale)
             for chunk, _ in on_host:
                 chunk.is_gathered = False
                 if chunk.holds_gradient:
@@ -223,8 +221,7 @@ class MemoryEngine:
         """Multiply all gradients by a 0-d tensor."""
         for chunk in self.trained:
             if chunk.total is not None:
-                if chunk.left is not None:
-                    chunk.left.synchronize()
+                chunk.wait_for_gradient()
                 chunk.total.mul_(factor.to(chunk.total.device, chunk.total.dtype))
                 chunk.squares = None if chunk.squares is None else chunk.squares * factor**2
 
@@ -246,8 +243,7 @@ class MemoryEngine:
         if name not in self.slots or self.slots[name][0].total is None:
             return None
         chunk, slot = self.slots[name]
-        if chunk.left is not None:
-            chunk.left.synchronize()
+        chunk.wait_for_gradient()
         grad = self._whole(chunk, slot, chunk.total)
         return None if grad is None else grad.to(chunk.flat.dtype)  # sums may be wider, and are sent as parameters are
 

@@ -35,8 +35,7 @@ def optimizer_of_one(optimizer: torch.optim.Optimizer, chunk: Chunk) -> torch.op
 
 def step_on_device(chunk: Chunk, optimizer: torch.optim.Optimizer, scale: Tensor | None) -> None:
     """Update the master of a chunk whose states are on the device; scale: 0-d, of the gradient."""
-    if chunk.home.parameters == HOST and chunk.left is not None:
-        chunk.left.synchronize()
+    chunk.wait_for_gradient()
     grad = chunk.total.to(chunk.master.device, chunk.master.dtype)
     chunk.master.grad = grad if scale is None else grad.mul_(scale.to(grad.dtype))
     optimizer.step()
@@ -47,15 +46,17 @@ def step_on_device(chunk: Chunk, optimizer: torch.optim.Optimizer, scale: Tensor
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """What is to be done with a chunk. total, left: as the chunk's when the step began.
-
-    is_on_host: total took the place of parameters that are there."""
+    """What is to be done with a chunk. total, left: as the chunk's when the step began."""
 
     chunk: Chunk
     optimizer: torch.optim.Optimizer
     total: Tensor
     left: torch.cuda.Event | None
-    is_on_host: bool
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the total took the place of parameters that are there."""
+        return self.chunk.home.parameters == HOST and self.total.data_ptr() == self.chunk.held.data_ptr()
 
 
 class HostUpdates:
@@ -85,7 +86,7 @@ class HostUpdates:
     ) -> None:
         try:
             with torch.no_grad():
-                factor = None if scale is None else self.copies.number(scale, ready)
+                factor = None if scale is None else self.copies.on_host(scale, ready)
                 arriving = self._fetch(steps, 0, ready)
                 for index, (step, update) in enumerate(zip(steps, updates, strict=True)):
                     grad, event = arriving
@@ -108,7 +109,7 @@ class HostUpdates:
         if step.is_on_host:
             return step.total, step.left
         if step.total.dtype != self._grads[0].dtype:  # sums of several calls are wider: not at once
-            return self.copies.number(step.total, ready), None
+            return self.copies.on_host(step.total, ready), None
         target = self._grads[index % 2][: step.total.numel()]
         return target, self.copies.to_host(target, step.total, ready)
 

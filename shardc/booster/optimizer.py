@@ -136,7 +136,9 @@ class BoostedOptimizer(torch.optim.Optimizer):
             self._limit(norm, self.max_norm)
         # Where some gradient of some rank is not finite, neither is the norm, which is equal on every rank.
         self.skipped = self.scaler is not None and not bool(norm.isfinite())
-        if not self.skipped:
+        if self.skipped:
+            self.training_state.zero_grad()  # they are no use, and may be in the parameters' place
+        else:
             self._in_step = True
             try:
                 self.training_state.step(self.optim, self._factor())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from shardc.booster import Booster
 from shardc.booster.plugin import (
     GeminiPlugin,
     HybridParallelPlugin,
@@ -84,6 +85,16 @@ def parameter_groups(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Matrices decay, vectors do not."""
     for dims, decay in (((2,), 0.1), ((1,), 0.0)):
         yield {"params": [p for p in model.parameters() if p.dim() in dims], "weight_decay": decay}
+
+
+def train_on(batch: dict[str, Tensor], booster: Booster, model: Any, optimizer: Any, schedule: Any) -> Tensor:
+    """One step of a plain script; its loss."""
+    loss = model(**batch).loss
+    booster.backward(loss, optimizer)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    return loss
 
 
 def relative(found: list[float], expected: list[float]) -> float:

@@ -20,7 +20,16 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from shardc.booster import Booster
 from shardc.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin
 from shardc.errors import ShardcError
-from tests.booster.small import PLUGINS, ROWS, make_loader, make_model, make_rows, parameter_groups, plugin_named
+from tests.booster.small import (
+    PLUGINS,
+    ROWS,
+    make_loader,
+    make_model,
+    make_rows,
+    parameter_groups,
+    plugin_named,
+    train_on,
+)
 from tests.workers import Workers
 
 HERE = "tests.booster.test_checkpoints"
@@ -219,11 +228,7 @@ def train(run: tuple[Any, ...], steps: int, folder: str | None = None) -> list[t
     booster, model, optimizer, _, loader, schedule = run
     done = []
     for batch in loader:
-        loss = model(**batch).loss
-        booster.backward(loss, optimizer)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        loss = train_on(batch, booster, model, optimizer, schedule)
         done.append((loss.item(), optimizer.param_groups[0]["lr"]))
         if len(done) == SAVED_AFTER and folder is not None:
             booster.save_model(model, f"{folder}/model", shard=True)

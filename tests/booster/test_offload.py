@@ -9,14 +9,13 @@ import torch
 
 from shardc.booster import Booster
 from shardc.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, Plugin
-from tests.booster.small import ROWS, make_loader, make_model
+from tests.booster.small import ROWS, make_loader, make_model, train_on
 from tests.booster.test_checkpoints import SAVED_AFTER
 from tests.workers import Workers
 
 HERE = "tests.booster.test_offload"
 CHECKPOINTS = "tests.booster.test_checkpoints"
 PLUGINS = {
-    "gemini": lambda **kw: GeminiPlugin(**kw),
     "gemini_half": lambda **kw: GeminiPlugin(
         offload_optim_frac=0.5, offload_param_frac=0.5, shard_param_frac=0.5, **kw
     ),
@@ -36,11 +35,7 @@ def parameters_after(plugin: Plugin, steps: int = 4) -> dict[str, torch.Tensor]:
     loader = make_loader(steps, ROWS // plugin.dp_size)
     model, optimizer, _, loader, schedule = booster.boost(model, optimizer, None, loader, schedule)
     for batch in loader:
-        loss = model(**batch).loss
-        booster.backward(loss, optimizer)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        train_on(batch, booster, model, optimizer, schedule)
         with torch.no_grad():
             model(**batch)
     return model.module.gather_parameters()
@@ -58,10 +53,39 @@ def trains(name: str, precision: str) -> None:
         assert torch.equal(found[key], value), key
 
 
-@pytest.mark.parametrize("name", [name for name in PLUGINS if name != "gemini"])
+@pytest.mark.parametrize("name", PLUGINS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_offload_changes_no_bit(workers: Workers, name: str, precision: str) -> None:
     workers.run(4, f"{HERE}:trains", name, precision)
+
+
+def recomputes(plugin: Plugin) -> dict[str, torch.Tensor]:
+    """On rank 0, after steps with recomputed layers that zero the gradients late; the first one overflows."""
+    model, booster = make_model(), Booster(plugin=plugin)
+    model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, make_loader(4, ROWS // plugin.dp_size))
+    skipped = []
+    for batch in loader:
+        loss = model(**batch).loss
+        optimizer.zero_grad()
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        skipped.append(optimizer.skipped)
+    assert skipped[0] and not all(skipped)
+    return model.module.gather_parameters()
+
+
+def recomputes_alike() -> None:
+    settings = {"precision": "fp16", "max_norm": 0.5, "initial_scale": 2.0**20, "hysteresis": 1}
+    expected = recomputes(GeminiPlugin(**settings))
+    found = recomputes(PLUGINS["gemini_all"](**settings))
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+def test_a_skipped_step_and_recomputation_where_gradients_replace_parameters(workers: Workers) -> None:
+    workers.run(2, f"{HERE}:recomputes_alike")
 
 
 def test_a_run_goes_on_bit_by_bit(workers: Workers, tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ HERE = "tests.runtime.test_offload"
 MAX_ELEMENTS = 200  # several chunks a block
 
 
-def build(folder: str, placement: str, dtype: torch.dtype = torch.float64, **offload: Any) -> PlanModule:
+def build(folder: str, placement: str, **offload: Any) -> PlanModule:
     options = StateOptions(max_elements=MAX_ELEMENTS, offload=Offload(**offload) if offload else None)
-    return load_plan(folder).build(seed=1, dtype=dtype, device="cpu", placement=placement, options=options)
+    return load_plan(folder).build(seed=1, dtype=torch.float64, device="cpu", placement=placement, options=options)
 
 
 def steps(folder: str, placement: str, shares: list[dict[str, Any]]) -> None:
