@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,45 @@ def reuse(folder: str) -> None:
 
 def test_gradients_in_the_place_of_parameters_are_said(workers: Workers, tmp_path: Path) -> None:
     workers.run(2, f"{HERE}:reuse", str(toy.write_plan(tmp_path / "plan", microbatches=1)))
+
+
+class SlowSGD(torch.optim.SGD):
+    """Each chunk takes longer than a call of the model; where it has to, its thread fails."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:
+        if any(master.grad is not None for group in self.param_groups for master in group["params"]):
+            time.sleep(0.05)
+            if self.fails:
+                raise MemoryError("no room for the states")
+        super().step(closure)
+
+
+def slow(folder: str) -> None:
+    """A call begins while the thread is at work, and reads what it wrote; what it raised is raised."""
+    module = build(folder, "zero3", host_states=1.0)
+    dense = toy.dense_model(load_plan(folder), seed=1)
+    optimizer = SlowSGD(module.state.masters(0), lr=0.1)
+    reference = torch.optim.SGD(dense.values.values(), lr=0.1)
+    for step in range(3):
+        batch = toy.batch_of(4, 6, seed=step)
+        loss, expected = module(**dp_part(module, batch)).loss, dense.loss(**batch)
+        torch.testing.assert_close(loss.detach(), expected.detach())
+        loss.backward()
+        expected.backward()
+        module.reduce_gradients()
+        optimizer.fails = step == 2
+        module.state.step(optimizer)
+        reference.step()
+        module.zero_grad()
+        reference.zero_grad()
+    with pytest.raises(MemoryError, match="no room"):
+        module(**dp_part(module, batch))
+
+
+def test_a_call_waits_for_the_steps_of_the_thread(workers: Workers, tmp_path: Path) -> None:
+    workers.run(2, f"{HERE}:slow", str(toy.write_plan(tmp_path / "plan", microbatches=1)))
 
 
 def shares(folder: str) -> list[list[str]]:
